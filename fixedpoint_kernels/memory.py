@@ -101,13 +101,14 @@ def check_memory(x: Tensor, name: str = "x") -> None:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Say whether ``x`` is contiguous and known to lie in memory, from as little as that takes."""
+    """Say whether ``x`` is dense and known to lie in memory, from as little as that takes."""
     if type(x) not in _PLAIN:
         return False
     try:
         first = x.storage_offset() * x.itemsize
         held = x.untyped_storage().nbytes()
-        is_held = x.is_contiguous() and held >= first + x.nbytes and x.data_ptr() > first
+        is_dense = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
+        is_held = is_dense and held >= first + x.nbytes and x.data_ptr() > first
     except RuntimeError:  # of what has no storage, or no strides
         return False
     return is_held and not x.is_nested

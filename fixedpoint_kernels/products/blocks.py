@@ -10,7 +10,7 @@ from fixedpoint_kernels.products.shapes import LONGEST_SUM, Correlation
 from fixedpoint_kernels.products.spans import Spans
 from fixedpoint_kernels.products.spots import Spots, spots
 
-_BLOCK_BYTES = 2**17  # of codes with their border: they and what is made of them fit in a cache
+BLOCK_BYTES = 2**17  # of codes with their border: they and what is made of them fit in a cache
 _ROWS = 64  # that a tile reads at most, whether there are so many or not
 
 
@@ -48,6 +48,7 @@ def blocks(  # noqa: PLR0913
     threads: int,
     positions: int = LONGEST_SUM,
     grain: int = 0,
+    block_bytes: int = BLOCK_BYTES,
 ) -> Blocks:
     """Return the blocks of a correlation over ``images`` images of ``size``.
 
@@ -60,6 +61,7 @@ def blocks(  # noqa: PLR0913
             jobs at least if there are so many images.
         positions: Most positions of a block, if one row has no more.
         grain: Bytes of a row that a tile takes at a time, if small images may go place by place.
+        block_bytes: Most bytes of a block's codes, if a few rows have no more.
     """
     (down, across), (height, width) = correlation.stride, correlation.counts
     top, left = -min(correlation.rows), -min(correlation.columns)
@@ -71,11 +73,11 @@ def blocks(  # noqa: PLR0913
     columns, row_bytes = pixels // across, pixels * channels
     most_rows = max(1, positions // columns)
     rows = min(height, most_rows)
-    if slot * row_bytes * down > 2 * _BLOCK_BYTES:
-        rows = min(rows, max(_BLOCK_BYTES // (row_bytes * down), 4 * extra, 1))
+    if slot * row_bytes * down > 2 * block_bytes:
+        rows = min(rows, max(block_bytes // (row_bytes * down), 4 * extra, 1))
     slots = 1
     if rows == height:
-        most = min(_BLOCK_BYTES // (slot * row_bytes * down), 1 + (most_rows - rows) // slot)
+        most = min(block_bytes // (slot * row_bytes * down), 1 + (most_rows - rows) // slot)
         slots = max(1, _shared_alike(images, most, threads))
     plane_rows = (slots - 1) * slot + rows + extra + 1
     plane_bytes = -((plane_rows * row_bytes + 128) // -64) * 64
@@ -97,7 +99,7 @@ def blocks(  # noqa: PLR0913
     if own is None:
         return found
     image_bytes = size[0] * size[1] * channels
-    most = min(_BLOCK_BYTES // image_bytes, positions // (height * width))
+    most = min(block_bytes // image_bytes, positions // (height * width))
     slots = _shared_alike(images, most, threads, 8)  # a row of a tile is an image
     if slots < 8:
         return found

@@ -4,6 +4,7 @@ A thread copies a block of images with its border, and multiplies it while it is
 kernel is made once for each path from one definition, of other tiles.
 """
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.llvm.calls import keep, outer
 from fixedpoint_kernels.products import jobs, paths, portable, reference, shapes, weight_jobs
-from fixedpoint_kernels.products.blocks import Blocks, Runs, blocks, runs
+from fixedpoint_kernels.products.blocks import BLOCK_BYTES, Blocks, Runs, blocks, runs
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS, ByName, compiled
 from fixedpoint_kernels.products.packing import (
     Totals,
@@ -27,7 +28,14 @@ from fixedpoint_kernels.products.packing import (
     sum_taps,
 )
 from fixedpoint_kernels.products.samples.cpu import round_per_sample
-from fixedpoint_kernels.products.shapes import LONGEST_SUM, PIECE, Correlation, Window
+from fixedpoint_kernels.products.shapes import (
+    LONGEST_SUM,
+    LOWEST_EXPONENT,
+    NOT_FINITE,
+    PIECE,
+    Correlation,
+    Window,
+)
 from fixedpoint_kernels.products.spans import Spans, spans
 from fixedpoint_kernels.products.sums import double
 from fixedpoint_kernels.threads import is_parallel, thread_count
@@ -36,7 +44,13 @@ __all__ = ["convolve", "input_gradient", "round_per_sample", "weight_gradient"]
 
 _MACS_A_THREAD = 64  # as many as one element of another kernel costs
 _FEW = 8  # channels
+_MANY_SUMS = 2**18  # bytes: each job reads and writes all of them, so it should have much to add
 _WORK, _SUMS, _COLUMNS = jobs.WORK_BYTES, jobs.SUMS_SIZE, jobs.COUNT_COLUMNS
+_POWERS = reference.powers_of_two(
+    torch.arange(LOWEST_EXPONENT, NOT_FINITE + 1, device="cpu")
+).numpy()
+_WRITE = jobs.tile, ByName(jobs.write_spots), ByName(jobs.write_outputs)
+_ADD_UP = *weight_jobs.PARTS, *map(ByName, weight_jobs.BY_NAME)
 _pack, _pack_alone, _pack_groups, _sum_taps = map(outer, (pack, pack_alone, pack_groups, sum_taps))
 
 enter: Any = None
@@ -83,8 +97,9 @@ def _correlate_weights(d, x, table, order, shifts, grad, sums, totals, ends, fli
         order: (images,) int64.
         shifts: (jobs,) int64.
         grad: Address of (images, rows, columns, channels) int8.
-        sums: Address of each thread's int32, ``d[jobs.SUMS_SIZE]`` of them, zeros.
-        totals: (threads, tap rows, 16 * groups) int64, zeros.
+        sums: Address of each thread's int32, ``d[jobs.SUMS_SIZE]`` of them, which may hold anything.
+        totals: (threads, tap rows, 16 * groups) int64, which may hold anything, and do where the
+            int32 count.
         ends: (threads, 2) int64: whether sums that int32 holds may stay there, 0 or 1; becomes whether
             they have, and by how many bits they count more.
         flips: Whether codes of ``x`` are signed, and must not be.
@@ -94,14 +109,15 @@ def _correlate_weights(d, x, table, order, shifts, grad, sums, totals, ends, fli
         memory = np.empty(d[_WORK], np.uint8)
         work = memory.ctypes.data
         own = sums + 4 * thread * d[_SUMS]
-        held, shift = 0, 0
+        tiles.blank(own, 4 * d[_SUMS], 0)
+        held, shift, folds = 0, 0, 0
         enter()
         for k in range(len(table) * thread // threads, len(table) * (thread + 1) // threads):
             first, images, row, rows = table[k]
             outputs = images * rows * d[_COLUMNS]
             down = shift - shifts[k] if held else 0  # jobs come by falling shift
             if held and (down > 16 or (held << down) + outputs > LONGEST_SUM):
-                weight_jobs.fold(d, own, totals[thread], shift, flips)
+                folds = weight_jobs.fold(d, own, totals[thread], shift, flips, folds)
                 held, ends[thread, 0] = 0, 0
             elif down:
                 double(own, (d[jobs.SUM_ROWS] + 1) * d[jobs.GROUPS] * 16, down)
@@ -112,12 +128,12 @@ def _correlate_weights(d, x, table, order, shifts, grad, sums, totals, ends, fli
             )
             for piece in range(0, whole, PIECE):
                 if piece:
-                    weight_jobs.fold(d, own, totals[thread], shift, flips)
+                    folds = weight_jobs.fold(d, own, totals[thread], shift, flips, folds)
                     ends[thread, 0] = 0
                 multiply_weights(d.ctypes.data, piece, min(PIECE, whole - piece), own, work)
             held = held + outputs
-        if held and ends[thread, 0] == 0:
-            weight_jobs.fold(d, own, totals[thread], shift, flips)
+        if ends[thread, 0] == 0:  # without jobs it is 0 that is moved
+            weight_jobs.fold(d, own, totals[thread], shift, flips, folds)
         ends[thread, 1] = shift
         leave()
         keep(memory)
@@ -171,8 +187,10 @@ def _plan_of_weights(
     groups: int,
 ) -> tuple[Blocks, jobs.Described]:
     """Return the plan of a correlation for weights; see ``weight_jobs.describe_weights``."""
-    cut = blocks(part, images, size, channels, threads, LONGEST_SUM, grain if groups == 1 else 0)
     read = spans(channels, outputs, groups, len(part.taps))
+    sums = 4 * len(part.taps) * read.channels * outputs
+    rest = grain if groups == 1 else 0, BLOCK_BYTES * (2 if sums >= _MANY_SUMS else 1)
+    cut = blocks(part, images, size, channels, threads, LONGEST_SUM, *rest)
     return cut, weight_jobs.describe_weights(
         cut, part, outputs, signed, in_int16, read, grain=grain
     )
@@ -190,9 +208,9 @@ class _Weights(NamedTuple):
 def _packed(weight: Tensor, plan: _Plan, is_turned: bool, flips: bool) -> _Weights:
     """Lay out weights (o, c, r, s) for a correlation; turned, outputs are ``c``."""
     found, own = plan.runs, plan.cut.spots
-    laid = weight.permute(0, 2, 3, 1).contiguous().numpy()
-    groups = plan.read.groups
-    outputs, inputs = len(laid) // groups, laid.shape[3]
+    laid = _laid(weight)
+    groups, (first, _, _, last) = plan.read.groups, laid.shape
+    outputs, inputs = first // groups, last
     if is_turned:
         outputs, inputs = inputs, outputs
     outputs *= groups
@@ -200,18 +218,21 @@ def _packed(weight: Tensor, plan: _Plan, is_turned: bool, flips: bool) -> _Weigh
     memory = np.empty(padded * found.depth + 64, np.uint8)
     address = -(memory.ctypes.data // -64) * 64
     begin = np.zeros((1 if own is None else 1 + len(own.meets), padded), np.int32)
-    step = laid[:1].size
-    start = laid.ctypes.data, plan.taps, found.offsets, found.depth
+    step, source = _depth(weight), laid.data_ptr()
+    start = source, plan.taps, found.offsets, found.depth
     if is_alone:
-        _pack_alone(laid.ctypes.data, plan.taps, outputs, step, address)
+        _pack_alone(source, plan.taps, outputs, step, address)
     elif groups > 1:
-        shape = groups, len(laid) // groups, laid.shape[3]
+        shape = groups, first // groups, last
         _pack_groups(*start, shape, step, is_turned, plan.read.firsts, begin[0], address)
     else:
         _pack(*start, outputs, inputs, step, is_turned, begin[0], address)
     if own is not None and flips:
         _sum_taps(address, found.depth, padded // 16, inputs, own.meets, begin[1:])
-    begin *= np.int32(-128 * (flips and not is_alone))
+    if flips and not is_alone:
+        begin *= np.int32(-128)
+    else:
+        begin[:] = 0
     return _Weights(memory, address, begin)
 
 
@@ -250,8 +271,7 @@ def _run_correlation(
     if scales is None:
         scales = np.ones(1, np.float32)
     start = out.data_ptr() + part.first[0] * row + part.first[1] * column
-    parts = jobs.tile, ByName(jobs.write_spots), ByName(jobs.write_outputs)
-    compiled(_correlate, path, *parts)[parallel](
+    compiled(_correlate, path, *_WRITE)[parallel](
         plan.described.row,
         x.data_ptr(),
         plan.cut.jobs,
@@ -357,12 +377,12 @@ def weight_gradient(
     parallel = is_parallel(positions * taps * read.channels * outputs // _MACS_A_THREAD)
     threads = thread_count() if parallel else 1
     rows = weight_jobs.sum_rows(taps, read)
-    totals = np.zeros((threads, rows, columns * 16), np.int64)
+    totals = _memory(np.int64, threads, rows, columns * 16)
     ends = np.zeros((threads, 2), np.int64)
     ends[:, 0] = exponents is not None and read.groups == 1
     signed = x.dtype is torch.int8
     flips = signed and bool(FLIPS[path]) and not read.is_alone
-    sums = _zeros(threads, weight_jobs.sums_size(rows, columns))
+    sums = _memory(np.int32, threads, weight_jobs.sums_size(rows, columns))
     if len(order) and positions and channels and outputs:
         grain = 0 if signed else GRAINS[path]
         cut, described = _plan_of_weights(
@@ -371,8 +391,7 @@ def weight_gradient(
         )  # fmt: skip
         table, job_shifts = _sorted_jobs(cut, shifts)
         source, target = _laid(x), _laid(grad)
-        parts = map(ByName, weight_jobs.BY_NAME)
-        compiled(_correlate_weights, path, *weight_jobs.PARTS, *parts)[parallel](
+        compiled(_correlate_weights, path, *_ADD_UP)[parallel](
             described.row,
             source.data_ptr(),
             table,
@@ -385,7 +404,9 @@ def weight_gradient(
             flips,
             threads,
         )
-    power = float(reference.powers_of_two(torch.tensor(top, device="cpu")))
+    else:
+        ends[:, 0], totals[:] = 0, 0
+    power = float(_POWERS[top - LOWEST_EXPONENT])
     if read.groups > 1:
         found = _of_groups(totals.sum(0), read, taps, channels // read.groups)
         found = found.unflatten(2, kernel)
@@ -411,11 +432,11 @@ def _of_groups(totals: np.ndarray, read: Spans, taps: int, channels: int) -> Ten
     return torch.from_numpy(found).permute(1, 2, 0).contiguous()
 
 
-def _zeros(threads: int, size: int) -> np.ndarray:
-    """Return (threads, size) int32 of 0, at a multiple of 64 bytes."""
-    memory = np.zeros(threads * size + 16, np.int32)
-    start = -memory.ctypes.data % 64 // 4
-    return memory[start : start + threads * size].reshape(threads, size)
+def _memory(dtype: type[np.int32 | np.int64], *shape: int) -> np.ndarray:
+    """Return integers that may be anything, at a multiple of 64 bytes."""
+    held = np.empty(math.prod(shape) * np.dtype(dtype).itemsize + 64, np.uint8)
+    start = -held.ctypes.data % 64
+    return held[start : start + held.size - 64].view(dtype).reshape(shape)
 
 
 def _steps_in_int16(x: Tensor, other: Tensor, path: str) -> int:
@@ -455,9 +476,9 @@ def _order(exponents: Tensor | None, images: int, room: int) -> tuple[np.ndarray
     """Return the images that count, by falling exponent, by how much each sum moves, and the top."""
     if exponents is None:
         return np.arange(images), np.zeros(images, np.int64), 0
-    bounded = exponents.clamp(shapes.LOWEST_EXPONENT, shapes.NOT_FINITE).long().expand(images)
-    numbers = bounded.numpy()
-    top = int(numbers.max(initial=shapes.LOWEST_EXPONENT))
+    given = np.broadcast_to(exponents.numpy().astype(np.int64), images)
+    numbers = np.minimum(np.maximum(given, LOWEST_EXPONENT), NOT_FINITE)
+    top = int(numbers.max(initial=LOWEST_EXPONENT))
     order = np.argsort(-numbers, kind="stable")
     shifts = room - top + numbers[order]
     return order[shifts >= 0], shifts[shifts >= 0], top
@@ -465,15 +486,14 @@ def _order(exponents: Tensor | None, images: int, room: int) -> tuple[np.ndarray
 
 def _sorted_jobs(cut: Blocks, shifts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return jobs over images in their order, of one shift each."""
-    slots, bands = int(cut.jobs[:, 1].max()), cut.jobs[cut.jobs[:, 0] == 0]
-    jobs, at = [], 0
-    for shift, count in zip(*np.unique(-shifts, return_counts=True), strict=True):
-        for first in range(at, at + count, slots):
-            for band in bands:
-                jobs.append((first, min(slots, at + count - first), band[2], band[3], -shift))
-        at += count
-    table = np.array(jobs, np.int64)
-    return table[:, :4].copy(), table[:, 4].copy()
+    slots, bands = int(cut.jobs[:, 1].max()), cut.jobs[cut.jobs[:, 0] == 0, 2:].tolist()
+    table, of_jobs, start = [], [], 0
+    for end in [*(np.flatnonzero(shifts[1:] != shifts[:-1]) + 1).tolist(), len(shifts)]:
+        for first in range(start, end, slots):
+            table += [(first, min(slots, end - first), *band) for band in bands]
+        of_jobs += [shifts[start]] * (len(table) - len(of_jobs))
+        start = end
+    return np.array(table, np.int64), np.array(of_jobs, np.int64)
 
 
 def _results(
@@ -486,7 +506,7 @@ def _results(
 
 
 def _laid(x: Tensor) -> Tensor:
-    return x.detach().permute(0, 2, 3, 1).contiguous()
+    return x.permute(0, 2, 3, 1).contiguous()
 
 
 def _size(x: Tensor) -> tuple[int, int]:
@@ -498,9 +518,10 @@ def _depth(weight: Tensor) -> int:
 
 
 def _scales(exponents: Tensor, count: int) -> np.ndarray:
-    scales = reference.powers_of_two(exponents).numpy()
-    padded = np.ones(-(count // -16) * 16, np.float32)
-    padded[:count] = scales
+    padded = np.empty(-(count // -16) * 16, np.float32)
+    padded[count:] = 1
+    places = exponents.numpy().astype(np.int64) - LOWEST_EXPONENT
+    padded[:count] = _POWERS.take(places, mode="clip")
     return padded
 
 

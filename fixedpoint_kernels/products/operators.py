@@ -1,6 +1,7 @@
 """Products as operators of PyTorch, which ``torch.compile`` keeps; every size is checked here."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -222,7 +223,7 @@ def _long_input_gradient(
 def _checked_forward(
     x: Tensor, weight: Tensor, exponents: Tensor | None, numbers: Sequence[int], dtype: torch.dtype
 ) -> tuple[Window, tuple[int, ...]]:
-    window = _checked_window(numbers)
+    window = _window_of(tuple(numbers))
     _check_codes("x", x, (torch.int8, torch.uint8), 4)
     _check_weight(weight, window)
     if x.shape[1] != weight.shape[1] * window.groups:
@@ -244,7 +245,7 @@ def _checked_input_gradient(
     numbers: Sequence[int],
     dtype: torch.dtype,
 ) -> tuple[Window, tuple[int, ...]]:
-    window = _checked_window(numbers)
+    window = _window_of(tuple(numbers))
     _check_codes("grad", grad, (torch.int8,), 4)
     _check_weight(weight, window)
     if len(size) != 2 or min(size) < 1:
@@ -263,7 +264,7 @@ def _checked_weight_gradient(
     kernel: Sequence[int],
     numbers: Sequence[int],
 ) -> tuple[Window, tuple[int, ...]]:
-    window = _checked_window(numbers)
+    window = _window_of(tuple(numbers))
     _check_codes("x", x, (torch.int8, torch.uint8), 4)
     _check_codes("grad", grad, (torch.int8,), 4)
     if len(kernel) != 2 or min(kernel) < 1:
@@ -280,7 +281,8 @@ def _checked_weight_gradient(
     return window, (grad.shape[1], x.shape[1] // window.groups, *kernel)
 
 
-def _checked_window(numbers: Sequence[int]) -> Window:
+@lru_cache(maxsize=256)
+def _window_of(numbers: tuple[int, ...]) -> Window:
     if len(numbers) != 7:
         raise ValueError(f"a window has 7 numbers, got {len(numbers)}")
     window = Window(*(tuple(numbers[i : i + 2]) for i in (0, 2, 4)), groups=numbers[6])  # type: ignore[arg-type]

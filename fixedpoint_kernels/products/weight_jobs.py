@@ -445,8 +445,11 @@ def multiply_weights(d, piece, steps, sums, work):
 
 
 @inner
-def fold(d, sums, totals, shift, flipped):
-    """Move int32 sums to int64 totals, ``shift`` bits up.
+def fold(d, sums, totals, shift, flipped, folds):
+    """Move int32 sums to int64 totals, ``shift`` bits up, which the first time may hold anything.
+
+    Returns:
+        How often that was done; the sums become 0.
 
     Args:
         d: Row of numbers.
@@ -454,12 +457,15 @@ def fold(d, sums, totals, shift, flipped):
         totals: (rows, 16 * groups) int64.
         shift: Bits.
         flipped: Whether codes were unsigned only here.
+        folds: How often it was done before.
     """
     n = d[GROUPS] * 16
     held = view(sums, d[SUMS_SIZE], np.int32)
     last = held[d[SUM_ROWS] * n : (d[SUM_ROWS] + 1) * n]
     for row in range(d[SUM_ROWS]):
         values, total = held[row * n : row * n + n], totals[row]
+        if folds == 0:
+            total[:] = 0
         if flipped:
             for i in range(n):
                 total[i] += np.int64(np.int32(values[i] - np.int32(128) * last[i])) << shift
@@ -469,6 +475,7 @@ def fold(d, sums, totals, shift, flipped):
                 total[i] += np.int64(values[i]) << shift
                 values[i] = 0
     last[:] = 0
+    return folds + 1
 
 
 BY_NAME = spread_weights, multiply_spots, multiply_alone, multiply_rows, multiply_weights

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from fixedpoint_kernels import FixedPoint, products
-from fixedpoint_kernels.products import paths, reference, shapes
+from fixedpoint_kernels.products import cpu, paths, reference, shapes
 from fixedpoint_kernels.products.blocks import blocks
 from fixedpoint_kernels.products.instructions import GRAINS
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Window
@@ -55,6 +55,21 @@ BORDERED = (  # almost: too many columns, channels, places
     ((3, 16, 16, (16, 16), (3, 3)), ((0, 1), (1, 1)), 1),
     ((2, 32, 16, (250, 40), (3, 3)), ((1, 1), (1, 1)), 1),
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_zero_by_chance():
+    """Memory for sums holds anything."""
+    own = cpu._memory
+
+    def filled(*args):
+        memory = own(*args)
+        memory[...] = 0x5A5A5A5A
+        return memory
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "_memory", filled)
+        yield
 
 
 def windowed(window):
@@ -386,6 +401,33 @@ def test_gradients_of_weights_from_rows_as_they_lie(case, dtype, path):
 
 
 @pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("shape", "outputs", "stride"), [((16, 64, 12, 12), 128, 2), ((1, 128, 8, 8), 64, 1)]
+)
+def test_many_sums_and_few_positions(shape, outputs, stride, threads, path):
+    """Jobs are larger then; of 2 threads one may have none."""
+    x, places = codes(*shape, dtype=torch.uint8), -(shape[2] // -stride)
+    grad = codes(len(x), outputs, places, places)
+    exponents = torch.arange(len(x), dtype=torch.int32) % 3 - 9
+    window = {"stride": (stride,) * 2, "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    own = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with products.force(path):
+            whole, folded = (
+                products.convolve_weight_gradient(x, grad, (3, 3), exponents=e, **windowed(window))
+                for e in (None, exponents)
+            )
+    finally:
+        torch.set_num_threads(own)
+    each = oracle_weight_gradient(x, grad, (3, 3), **window)
+    assert torch.equal(whole, each.sum(0))
+    powers = 2.0 ** exponents.double()
+    assert torch.equal(folded, (each * powers.view(-1, 1, 1, 1, 1)).sum(0).float())
+
+
+@pytest.mark.parametrize("path", HERE)
 def test_linear_layers_and_samples_of_several_rows(path):
     x, weight, grad = codes(4, 5, 37, dtype=torch.uint8), codes(21, 37), codes(4, 5, 21)
     exponents = torch.tensor([-3, 0, -40, 2], dtype=torch.int32)
@@ -581,6 +623,25 @@ def test_errors_say_what_is_required(call, error, message):
         call(*GOOD)
 
 
+@pytest.mark.parametrize("path", HERE)
+def test_exponents_end_where_float32_does(path):
+    x, weight, grad = codes(4, 3, 6, 6, dtype=torch.uint8), codes(4, 3, 3, 3), codes(4, 4, 6, 6)
+    far = torch.tensor([-(2**31), -127, 129, 2**31 - 1], dtype=torch.int32)
+    numbers = {"padding": 1}
+    with products.force(path):
+        found, ends = (
+            (
+                products.convolve(x, weight, exponents=e, **numbers),
+                products.convolve_input_gradient(grad, weight, (6, 6), exponents=e, **numbers),
+                products.convolve_weight_gradient(x, grad, (3, 3), exponents=e, **numbers),
+            )
+            for e in (far, far.clamp(-126, 128))
+        )
+    assert found[0][:, 3].isinf().any() and found[0][:, 0].isfinite().all()
+    for own, expected in zip(found, ends, strict=True):
+        torch.testing.assert_close(own, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("shape", [(0, 4, 5, 5), (2, 4, 5, 5)])
 def test_empty_batches(shape):
     x, weight = codes(*shape)[:0], codes(3, 4, 3, 3)
@@ -590,6 +651,7 @@ def test_empty_batches(shape):
     exponents = torch.zeros(0, dtype=torch.int32)
     own = products.convolve_weight_gradient(x, grad, (3, 3), exponents=exponents)
     assert torch.equal(own, torch.zeros(3, 4, 3, 3))
+    assert not products.convolve_weight_gradient(x, grad, (3, 3)).any()
 
 
 SCRIPT = """
