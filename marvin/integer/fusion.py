@@ -8,7 +8,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from fixedpoint_kernels import products
-from fixedpoint_kernels._torch_private import global_forward_hooks, is_watched
+from fixedpoint_kernels._torch_private import (
+    compiled_as_constant,
+    global_forward_hooks,
+    is_watched,
+)
 from fixedpoint_kernels.watch import OtherForward
 from marvin.hooks import restore_forwards, rounders_of
 from marvin.integer.chain_run import ChainRun
@@ -74,10 +78,14 @@ class Fused(OtherForward):
         self.__init__(state["module"])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do as ``forward`` of the module's class; training stays out of torch.compile, which would take chains apart."""
-        if torch.compiler.is_compiling() and self.module.training and torch.is_grad_enabled():
+        """Do as ``forward`` of the module's class, outside of torch.compile, which would take chains apart, but for a frozen module."""
+        if torch.compiler.is_compiling() and self._has_formats():
             return uncompiled(Fused.run)(self, args, kwargs)
         return self.run(args, kwargs)
+
+    def _has_formats(self) -> bool:
+        """Say whether a policy may change how the module rounds."""
+        return any(map(rounders_of, self.module.modules()))
 
     def run(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Do as ``__call__``, by its arguments."""
@@ -261,6 +269,9 @@ class _Mode:
 
 def _trains(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters())
+
+
+compiled_as_constant(Fused._has_formats)
 
 
 def fuse(model: nn.Module) -> None:

@@ -411,7 +411,7 @@ class Int8Writer(Int16Writer):
     def _blocks_of(self, op: Conv, codes: Codes) -> tuple[str, Codes, list[int]] | None:
         """Return blocks of pixels, weights and paddings of a convolution that takes rounded images.
 
-        Blocks are made of floats: of bytes, ONNX Runtime makes them since 2026 alone.
+        Blocks are made of floats: ONNX Runtime makes them of bytes only since 2026.
         """
         images, rounded = self.network.input, self.network.operation(op.inputs[0])
         if not isinstance(rounded, Round) or rounded.inputs != (images.name,):
