@@ -162,6 +162,15 @@ def test_chains_run_through_compile(kind):
     assert any(own.ran for own in found)
 
 
+def test_frozen_models_are_compiled_whole():
+    model, optimizer = make()
+    train(model, optimizer, 2)
+    frozen = marvin.freeze(model)
+    assert isinstance(frozen.forward, Fused)
+    compiled = torch.compile(frozen, backend="eager", fullgraph=True)
+    same(compiled(batch(9)[0]), frozen(batch(9)[0]))
+
+
 def test_report_names_what_is_fused():
     model, _ = make()
     rows = {row.name: row for row in report(model).rows}
