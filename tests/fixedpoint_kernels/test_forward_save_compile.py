@@ -355,7 +355,7 @@ def test_a_model_that_is_one_layer_is_converted_and_compiled():
     assert not compiling.is_compiled(model)
 
 
-def test_eval_mode_and_no_gradients(model, x):
+def test_eval_mode_and_no_gradients(model, x, times):
     plan = forward_save.plan(model, x, budget_bytes=half(model, x))
     made = copy.deepcopy(model)
     report = forward_save.convert(
