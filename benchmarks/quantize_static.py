@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 
@@ -125,8 +125,8 @@ def answers(file: bytes, x: Tensor) -> Tensor:
     return torch.cat([torch.from_numpy(made.run(None, {name: p.numpy()})[0]) for p in x.split(64)])
 
 
-def timed(files: dict[str, bytes], x: Tensor) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield seconds an image by batch, medians."""
+def timed(files: dict[str, bytes], x: Tensor) -> dict[int, dict[str, float]]:
+    """Return seconds an image by batch and file, medians."""
     # nobody always comes behind the same file, which leaves its own in the caches
     generator = random.Random(0)
     times: dict[int, dict[str, list[float]]] = {b: {label: [] for label in files} for b in RUNS}
@@ -141,8 +141,10 @@ def timed(files: dict[str, bytes], x: Tensor) -> Iterator[tuple[int, dict[str, f
                     start = time.perf_counter()
                     one.run(None, given)
                     times[batch][label].append((time.perf_counter() - start) / batch)
-    for batch, found in times.items():
-        yield batch, {label: statistics.median(seconds) for label, seconds in found.items()}
+    return {
+        batch: {label: statistics.median(seconds) for label, seconds in found.items()}
+        for batch, found in times.items()
+    }
 
 
 def compare(name: str) -> tuple[list[str], str, list[str]]:
@@ -160,7 +162,7 @@ def compare(name: str) -> tuple[list[str], str, list[str]]:
     right = [answers(file, test).argmax(1) == dataset.test.labels for file in files.values()]
     accuracy = " | ".join(f"{100 * own.float().mean():.2f}" for own in right)
     rows = []
-    for batch, medians in timed(files, test):
+    for batch, medians in timed(files, test).items():
         cells = (
             f"{t * 1e6:.0f} ({t / medians['float32']:.2f}, {t / medians['quantize_static']:.3f})"
             for t in medians.values()

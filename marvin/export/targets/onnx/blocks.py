@@ -30,17 +30,19 @@ def in_blocks(op: Conv, codes: Codes, sides: tuple[int, ...]) -> tuple[Codes, li
         sides: Of its input.
 
     Returns:
-        None where the sides are not even, the stride is not 2, or blocks have too much to multiply.
+        None where channels are a multiple of 4 already, the sides are not even, the stride is not 2, or
+        blocks have too much to multiply.
     """
     count, channels, *kernel = codes.shape
+    missing = -channels % 4
     is_even = len(sides) == 2 and not any(side % SIDE for side in sides)
-    if not is_even or {*op.stride} != {SIDE} or {*op.dilation} != {1}:
+    if not missing or not is_even or {*op.stride} != {SIDE} or {*op.dilation} != {1}:
         return None
     before = [-(-pad // SIDE) for pad in op.padding]  # blocks
     shifts = [SIDE * ahead - pad for ahead, pad in zip(before, op.padding, strict=True)]
     rows, columns = (-(-(k + shift) // SIDE) for k, shift in zip(kernel, shifts, strict=True))
     products = SIDE * SIDE * channels * rows * columns
-    padded = (channels + -channels % 4) * math.prod(kernel)
+    padded = (channels + missing) * math.prod(kernel)
     if math.prod(kernel) > _LARGEST_WINDOW or products > _MORE * padded:
         return None
     after = [

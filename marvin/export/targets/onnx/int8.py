@@ -416,10 +416,10 @@ class Int8Writer(Int16Writer):
         images, rounded = self.network.input, self.network.operation(op.inputs[0])
         if not isinstance(rounded, Round) or rounded.inputs != (images.name,):
             return None
-        if not codes.shape[1] % 4 or not (found := in_blocks(op, codes, images.shape[1:])):
+        if not (found := in_blocks(op, codes, images.shape[1:])):
             return None
-        given = [images.name]
-        pixels = self.graph.node("SpaceToDepth", given, f"{images.name}.blocks", blocksize=SIDE)
+        name = images.name
+        pixels = self.graph.node("SpaceToDepth", [name], f"{name}.blocks", blocksize=SIDE)
         whole = self._quantized(pixels, rounded.fmt, *_range(rounded.fmt))
         return self._dequantized(whole, rounded.fmt, f"{whole}.float"), *found
 
