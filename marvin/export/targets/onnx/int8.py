@@ -424,20 +424,19 @@ class Int8Writer(Int16Writer):
         return self._dequantized(whole, rounded.fmt, f"{whole}.float"), *found
 
     def _widened(self, source: str, found: tuple[str, FixedPoint], codes: Any) -> tuple[str, Any]:
-        """Return what a convolution takes, and weights, with channels of 0 up to a multiple of 4.
+        """Return what a convolution takes, and weights, with more channels, up to a multiple of 4.
 
-        The runtime has no fast kernel for other numbers of them; under large windows, its products of
-        matrices are faster.
+        They are the first channel again, under weights of 0. The runtime has no fast kernel for other
+        numbers of channels; under large windows, its products of matrices are faster.
         """
-        missing, sides = -codes.shape[1] % 4, codes.ndim - 2
+        channels = codes.shape[1]
+        missing = -channels % 4
         if not missing or math.prod(codes.shape[2:]) > _SMALL_WINDOW:
             return source, codes
-        pads = np.array([0, 0, *[0] * sides, 0, missing, *[0] * sides])
-        pads = self.graph.constant("pads", pads)
-        zero = self.zero_of(*found)
-        wide = self.graph.node("Pad", [found[0], pads, self._byte(zero)], f"{found[0]}.wide")
-        self._zeros[wide] = zero
-        weight = np.pad(codes, [(0, 0), (0, missing), *[(0, 0)] * sides])
+        taken = self.graph.constant("channels", np.array([*range(channels), *[0] * missing]))
+        wide = self.graph.node("Gather", [found[0], taken], f"{found[0]}.wide", axis=1)
+        self._zeros[wide] = self.zero_of(*found)
+        weight = np.pad(codes, [(0, 0), (0, missing), *[(0, 0)] * (codes.ndim - 2)])
         return self._dequantized(wide, found[1], f"{wide}.float"), weight
 
     def _quantized(self, source: str, fmt: FixedPoint, low: int, high: int) -> str:
