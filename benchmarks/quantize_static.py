@@ -47,6 +47,7 @@ from train.resnet20 import resnet20
 RUNS = {1: 200, 8: 30, 64: 5}  # by batch, each time that files are loaded
 LOADED = 7  # times
 CALIBRATION = 64  # images
+OURS = {"ours, 8 bits": (8, 8), "ours, 6 bits": (6, 6), "inputs 8, weights 6": (8, 6)}
 Session = onnxruntime.InferenceSession
 
 
@@ -87,9 +88,9 @@ def trained(model: nn.Module, x: Tensor, y: Tensor, epochs: int) -> nn.Module:
     return model.eval()
 
 
-def ours(model: nn.Module, bits: int, x: Tensor) -> tuple[bytes, onnx.ModelProto]:
+def ours(model: nn.Module, bits: int, weight_bits: int, x: Tensor) -> tuple[bytes, onnx.ModelProto]:
     """Return our file, and the same network in float32."""
-    fixed = marvin.calibrate(deepcopy(model), [x], bits=bits)
+    fixed = marvin.calibrate(deepcopy(model), [x], bits=bits, weight_bits=weight_bits)
     network = round_sums(describe(fixed, x[:32]), x)
     made = exporter.to_model(network, vnni=True).SerializeToString()
     (got,) = session(made).run(None, {network.input.name: x[:16].numpy()})
@@ -100,7 +101,7 @@ def ours(model: nn.Module, bits: int, x: Tensor) -> tuple[bytes, onnx.ModelProto
 
 def files_of(model: nn.Module, x: Tensor) -> dict[str, bytes]:
     """Return all files, by name."""
-    own = {f"ours, {bits} bits": ours(model, bits, x) for bits in (8, 6)}
+    own = {label: ours(model, *bits, x) for label, bits in OURS.items()}
     found = {label: made for label, (made, _) in own.items()}
     original = own["ours, 8 bits"][1]
     found["float32"] = original.SerializeToString()

@@ -382,8 +382,8 @@ def _run_together(context, regions, threads, meeting):
 @cache
 def parts_of_regions() -> tuple[Any, ...]:
     """Return what kernels are made of that run regions, ``run_region`` last; see ``compiled``."""
-    by_name = jobs.write_spots, jobs.write_outputs, *weight_jobs.BY_NAME, *by_outputs.PARTS
-    parts = jobs.tile, *weight_jobs.PARTS, *map(ByName, by_name)
+    by_name = *jobs.BY_NAME, *weight_jobs.BY_NAME, *by_outputs.PARTS
+    parts = jobs.tile, jobs.write_rows, *weight_jobs.PARTS, *map(ByName, by_name)
     return *parts, by_images.add_weights, ByName(run_region)
 
 

@@ -13,7 +13,7 @@ from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 
-from fixedpoint_kernels.llvm.vectors import Vector, columns_of, intrinsic, prefetch
+from fixedpoint_kernels.llvm.vectors import Vector, columns_of, has_avx512, intrinsic, prefetch
 
 I1, I8, I16, I32, I64 = map(ir.IntType, (1, 8, 16, 32, 64))
 F32, F64 = ir.FloatType(), ir.DoubleType()
@@ -398,6 +398,7 @@ KINDS = {  # of results, and their numbers for ``emit``
     "float32 and statistics": 7,
     "bfloat16 and statistics": 8,
 }
+SIDE_BY_SIDE = "float32", "float32 by row", "bfloat16 and statistics"
 
 
 def _emit(builder: Any, kind: Any, *arguments: Any) -> None:
@@ -412,11 +413,16 @@ def _emit(builder: Any, kind: Any, *arguments: Any) -> None:
 
 
 def _emit_rows(  # noqa: PLR0913
-    builder: Any, sums: Any, sums_step: Any, rows: Any, out: Any, step: Any, scales: Any, statistics: Any
+    builder: Any, kind: Any, sums: Any, sums_step: Any, rows: Any, out: Any, step: Any, scales: Any, statistics: Any
 ) -> None:  # fmt: skip
-    """Write "bfloat16 and statistics" of 16 columns, ``step`` bytes from one of some rows to the next."""
+    """Do as ``emit``, of all 16 columns, ``step`` bytes from one of some rows to the next.
+
+    Of results that are ``SIDE_BY_SIDE``: others would take longer to compile.
+    """
     arguments = sums, sums_step, None, rows, out, I64(16), scales, statistics
-    _Emitted(builder, "bfloat16 and statistics", arguments, step).write()
+    for name in SIDE_BY_SIDE:
+        with builder.if_then(builder.icmp_signed("==", kind, I64(KINDS[name]))):
+            _Emitted(builder, name, arguments, step).write()
 
 
 class _Emitted:
@@ -496,12 +502,26 @@ class _Emitted:
             with all_lanes:
                 store(builder, value, place)
             with some:
+                if has_avx512():
+                    self._store_masked(value, place)
+                    return
                 start = builder.ptrtoint(self.spare, I64)
                 store(builder, value, start)
                 with cgutils.for_range(builder, self.lanes, intp=I64) as loop:
                     at = builder.mul(loop.index, I64(self.size))
                     lane = load(builder, builder.add(start, at), ir.IntType(8 * self.size))
                     store(builder, lane, builder.add(place, at))
+
+    def _store_masked(self, value: Any, place: Any) -> None:
+        """Store the first ``lanes`` of a vector."""
+        builder, bits = self.builder, ir.IntType(16)
+        ones = builder.sub(builder.shl(I64(1), self.lanes), I64(1))
+        mask = builder.bitcast(builder.trunc(ones, bits), vector(I1, 16))
+        pointer = builder.inttoptr(place, value.type.as_pointer())
+        # since LLVM 22 how the pointer is aligned is no argument
+        align = [I32(1)] if binding.llvm_version_info[0] < 22 else []
+        name = f"masked.store.v16{value.type.element.intrinsic_name}.p0"
+        call(builder, name, ir.VoidType(), value, pointer, *align, mask)
 
     def _square(self, pairs: Any) -> None:
         builder, half = self.builder, constant(self.wide, 32)
@@ -535,4 +555,4 @@ copy = addressed(3, _copy(False))
 copy_flipped = addressed(3, _copy(True))
 blank = addressed(3, _blank)
 emit = addressed(9, _emit)
-emit_rows = addressed(7, _emit_rows)
+emit_rows = addressed(8, _emit_rows)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fixedpoint_kernels.llvm import tiles
-from fixedpoint_kernels.llvm.calls import keep, outer
+from fixedpoint_kernels.llvm.calls import outer
 from fixedpoint_kernels.products import jobs, paths, portable, reference, shapes, weight_jobs
 from fixedpoint_kernels.products.blocks import BLOCK_BYTES, Blocks, Runs, blocks, runs
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS, ByName, compiled
@@ -38,6 +38,7 @@ from fixedpoint_kernels.products.shapes import (
 )
 from fixedpoint_kernels.products.spans import Spans, spans
 from fixedpoint_kernels.products.sums import double
+from fixedpoint_kernels.scratch import Scratch
 from fixedpoint_kernels.threads import is_parallel, thread_count
 
 __all__ = ["convolve", "input_gradient", "round_per_sample", "weight_gradient"]
@@ -49,7 +50,8 @@ _WORK, _SUMS, _COLUMNS = jobs.WORK_BYTES, jobs.SUMS_SIZE, jobs.COUNT_COLUMNS
 _POWERS = reference.powers_of_two(
     torch.arange(LOWEST_EXPONENT, NOT_FINITE + 1, device="cpu")
 ).numpy()
-_WRITE = jobs.tile, ByName(jobs.write_spots), ByName(jobs.write_outputs)
+_ONE = np.ones(1, np.float32)
+_WRITE = jobs.tile, jobs.write_rows, *map(ByName, jobs.BY_NAME)
 _ADD_UP = *weight_jobs.PARTS, *map(ByName, weight_jobs.BY_NAME)
 _pack, _pack_alone, _pack_groups, _sum_taps = map(outer, (pack, pack_alone, pack_groups, sum_taps))
 
@@ -57,7 +59,7 @@ enter: Any = None
 leave = write_outputs = spread_weights = multiply_weights = enter
 
 
-def _correlate(d, x, table, b, begin, scales, statistics, out, threads):
+def _correlate(d, x, table, b, begin, scales, statistics, out, memory, threads):
     """Write the outputs of all jobs.
 
     Args:
@@ -69,25 +71,26 @@ def _correlate(d, x, table, b, begin, scales, statistics, out, threads):
         scales: (16 * groups,) float32, or one an image.
         statistics: (2, threads, groups, 48) int64: totals, and of one job.
         out: Address of the first output.
+        memory: (threads, ``d[jobs.WORK_BYTES]`` or more) uint8, which may hold anything.
         threads: How many.
     """
     for thread in prange(threads):
-        memory = np.empty(d[_WORK], np.uint8)
         enter()
         for k in range(len(table) * thread // threads, len(table) * (thread + 1) // threads):
             first, images, row, rows = table[k]
             recent = statistics[1, thread]
             write_outputs(
                 d.ctypes.data, x, first, images, row, rows, b, begin, scales.ctypes.data,
-                recent.ctypes.data, out, memory.ctypes.data,
+                recent.ctypes.data, out, memory[thread].ctypes.data,
             )  # fmt: skip
             if recent.size:
                 jobs.flush(statistics[0, thread], recent)
         leave()
-        keep(memory)
 
 
-def _correlate_weights(d, x, table, order, shifts, grad, sums, totals, ends, flips, threads):
+def _correlate_weights(
+    d, x, table, order, shifts, grad, sums, totals, ends, flips, memory, threads
+):
     """Add up products for weights.
 
     Args:
@@ -103,11 +106,11 @@ def _correlate_weights(d, x, table, order, shifts, grad, sums, totals, ends, fli
         ends: (threads, 2) int64: whether sums that int32 holds may stay there, 0 or 1; becomes whether
             they have, and by how many bits they count more.
         flips: Whether codes of ``x`` are signed, and must not be.
+        memory: (threads, ``d[jobs.WORK_BYTES]`` or more) uint8, which may hold anything.
         threads: How many.
     """
     for thread in prange(threads):
-        memory = np.empty(d[_WORK], np.uint8)
-        work = memory.ctypes.data
+        work = memory[thread].ctypes.data
         own = sums + 4 * thread * d[_SUMS]
         tiles.blank(own, 4 * d[_SUMS], 0)
         held, shift, folds = 0, 0, 0
@@ -136,7 +139,6 @@ def _correlate_weights(d, x, table, order, shifts, grad, sums, totals, ends, fli
             weight_jobs.fold(d, own, totals[thread], shift, flips, folds)
         ends[thread, 1] = shift
         leave()
-        keep(memory)
 
 
 class _Plan(NamedTuple):
@@ -147,6 +149,9 @@ class _Plan(NamedTuple):
     runs: Runs
     taps: np.ndarray
     read: Spans
+    work: int  # bytes that a thread needs
+    columns: int  # of the packed weights, a multiple of 16
+    no_sums: np.ndarray  # statistics where there are none
 
 
 @lru_cache(maxsize=256)
@@ -170,7 +175,9 @@ def _plan_of_outputs(
     found = runs(cut, grain, read)
     rest = steps, element_size, kind, signed, in_int16, read
     described = jobs.describe_outputs(cut, found, part, *rest)
-    return _Plan(cut, described, found, np.array(part.taps), read)
+    own = _work(described), -(steps[3] // -16) * 16
+    no_sums = np.zeros((2, threads, own[1] // 16, 0), np.int64)
+    return _Plan(cut, described, found, np.array(part.taps), read, *own, no_sums)
 
 
 @lru_cache(maxsize=256)
@@ -196,29 +203,36 @@ def _plan_of_weights(
     )
 
 
-class _Weights(NamedTuple):
-    """Weights laid out for tiles."""
-
-    memory: np.ndarray
-    address: int
-    # (1 or 1 + places, 16 * groups) int32: what sums start from, in all and by place
-    begin: np.ndarray
+def _work(described: jobs.Described) -> int:
+    """Return bytes that a thread needs, a multiple of 64."""
+    return -(int(described.row[_WORK]) // -64) * 64
 
 
-def _packed(weight: Tensor, plan: _Plan, is_turned: bool, flips: bool) -> _Weights:
-    """Lay out weights (o, c, r, s) for a correlation; turned, outputs are ``c``."""
+def _pack_weights(
+    weight: Tensor, plan: _Plan, is_turned: bool, flips: bool, address: int
+) -> np.ndarray:
+    """Lay out weights (o, c, r, s) for a correlation; turned, outputs are ``c``.
+
+    Args:
+        weight: See there.
+        plan: Of the correlation.
+        is_turned: See there.
+        flips: Whether codes are signed, and must not be.
+        address: Where to; of ``plan.columns * plan.runs.depth`` bytes.
+
+    Returns:
+        (1 or 1 + places, 16 * groups) int32: what sums start from, in all and by place.
+    """
     found, own = plan.runs, plan.cut.spots
     laid = _laid(weight)
-    groups, (first, _, _, last) = plan.read.groups, laid.shape
+    groups, (first, height, width, last) = plan.read.groups, laid.shape
     outputs, inputs = first // groups, last
     if is_turned:
         outputs, inputs = inputs, outputs
     outputs *= groups
-    padded, is_alone = -(outputs // -16) * 16, plan.read.is_alone
-    memory = np.empty(padded * found.depth + 64, np.uint8)
-    address = -(memory.ctypes.data // -64) * 64
+    padded, is_alone = plan.columns, plan.read.is_alone
     begin = np.zeros((1 if own is None else 1 + len(own.meets), padded), np.int32)
-    step, source = _depth(weight), laid.data_ptr()
+    step, source = height * width * last, laid.data_ptr()
     start = source, plan.taps, found.offsets, found.depth
     if is_alone:
         _pack_alone(source, plan.taps, outputs, step, address)
@@ -233,7 +247,7 @@ def _packed(weight: Tensor, plan: _Plan, is_turned: bool, flips: bool) -> _Weigh
         begin *= np.int32(-128)
     else:
         begin[:] = 0
-    return _Weights(memory, address, begin)
+    return begin
 
 
 def _run_correlation(
@@ -265,23 +279,28 @@ def _run_correlation(
         (image, row, column, out.shape[3]), size, kind, signed, _steps_in_int16(x, weight, path),
         groups,
     )  # fmt: skip
-    packed = _packed(weight, plan, is_turned, flips)
-    kept = 0 if statistics is None else 48
-    both = np.zeros((2, threads, packed.begin.shape[1] // 16, kept), np.int64)
+    both = plan.no_sums
+    if statistics is not None:
+        both = np.zeros((*both.shape[:3], 48), np.int64)
     if scales is None:
-        scales = np.ones(1, np.float32)
+        scales = _ONE
     start = out.data_ptr() + part.first[0] * row + part.first[1] * column
-    compiled(_correlate, path, *_WRITE)[parallel](
-        plan.described.row,
-        x.data_ptr(),
-        plan.cut.jobs,
-        packed.address,
-        packed.begin.ctypes.data,
-        scales,
-        both,
-        start,
-        threads,
-    )
+    own = threads * plan.work
+    with Scratch(own + plan.columns * plan.runs.depth) as memory:
+        packed = memory.ctypes.data + own
+        begin = _pack_weights(weight, plan, is_turned, flips, packed)
+        compiled(_correlate, path, *_WRITE)[parallel](
+            plan.described.row,
+            x.data_ptr(),
+            plan.cut.jobs,
+            packed,
+            begin.ctypes.data,
+            scales,
+            both,
+            start,
+            memory[:own].reshape(threads, -1),
+            threads,
+        )
     if statistics is not None:
         statistics += both[0].sum(0)
 
@@ -300,7 +319,7 @@ def convolve(
     path = paths.chosen(forced).name
     if path in portable.MULTIPLY:
         return portable.convolve(x, weight, exponents, window, dtype, statistics, path)
-    outputs = len(weight)
+    outputs = weight.shape[0]
     out, laid = _results(x, outputs, part.counts, dtype)
     totals = None
     if statistics:
@@ -338,7 +357,7 @@ def input_gradient(
     by_image, scales = False, None
     if exponents is not None:
         by_image = exponents.numel() > 1
-        scales = _scales(exponents, len(grad) if by_image else channels)
+        scales = _scales(exponents, grad.shape[0] if by_image else channels)
     source = _laid(grad)
     for part in parts:
         _run_correlation(source, weight, part, True, groups, scales, by_image, laid, None, path)
@@ -367,8 +386,9 @@ def weight_gradient(
         total = weight_gradient(merged, grad, exponents, (kernel[0], 1), rows, forced)
         by_column = total.view(len(total), kernel[1], x.shape[1], kernel[0])
         return by_column.permute(0, 2, 3, 1).contiguous()
-    images, channels, height, width = x.shape
-    outputs, positions = grad.shape[1], len(grad) * grad.shape[2] * grad.shape[3]
+    _, channels, height, width = x.shape
+    (images, outputs), places = grad.shape[:2], grad.shape[2] * grad.shape[3]
+    positions = images * places
     room = shapes.shift_room(positions)
     order, shifts, top = _order(exponents, images, room)
     part = shapes.forward(window, (height, width), kernel)
@@ -376,48 +396,55 @@ def weight_gradient(
     read = spans(channels, outputs, window.groups, taps)
     parallel = is_parallel(positions * taps * read.channels * outputs // _MACS_A_THREAD)
     threads = thread_count() if parallel else 1
-    rows = weight_jobs.sum_rows(taps, read)
-    totals = _memory(np.int64, threads, rows, columns * 16)
+    shape = threads, weight_jobs.sum_rows(taps, read), columns * 16
     ends = np.zeros((threads, 2), np.int64)
     ends[:, 0] = exponents is not None and read.groups == 1
     signed = x.dtype is torch.int8
     flips = signed and bool(FLIPS[path]) and not read.is_alone
-    sums = _memory(np.int32, threads, weight_jobs.sums_size(rows, columns))
+    plan = None
     if len(order) and positions and channels and outputs:
         grain = 0 if signed else GRAINS[path]
-        cut, described = _plan_of_weights(
+        plan = _plan_of_weights(
             part, images, (height, width), channels, threads, grain, outputs, signed,
             _steps_in_int16(x, grad, path), read.groups,
         )  # fmt: skip
-        table, job_shifts = _sorted_jobs(cut, shifts)
-        source, target = _laid(x), _laid(grad)
-        compiled(_correlate_weights, path, *_ADD_UP)[parallel](
-            described.row,
-            source.data_ptr(),
-            table,
-            order,
-            job_shifts,
-            target.data_ptr(),
-            sums.ctypes.data,
-            totals,
-            ends,
-            flips,
-            threads,
-        )
-    else:
-        ends[:, 0], totals[:] = 0, 0
-    power = float(_POWERS[top - LOWEST_EXPONENT])
+    of_totals = 8 * math.prod(shape)
+    of_both = of_totals + 4 * threads * weight_jobs.sums_size(shape[1], columns)
+    with Scratch(of_both + (threads * _work(plan[1]) if plan else 0)) as memory:
+        totals = memory[:of_totals].view(np.int64).reshape(shape)
+        sums = memory[of_totals:of_both].view(np.int32).reshape(threads, -1)
+        if plan:
+            cut, described = plan
+            table, job_shifts = _sorted_jobs(cut, shifts)
+            source, target = _laid(x), _laid(grad)
+            compiled(_correlate_weights, path, *_ADD_UP)[parallel](
+                described.row,
+                source.data_ptr(),
+                table,
+                order,
+                job_shifts,
+                target.data_ptr(),
+                sums.ctypes.data,
+                totals,
+                ends,
+                flips,
+                memory[of_both:].reshape(threads, -1),
+                threads,
+            )
+        else:
+            ends[:, 0], totals[:] = 0, 0
+        power = float(_POWERS[top - LOWEST_EXPONENT])
+        if exponents is not None and read.groups == 1:
+            out = torch.empty(outputs, channels, *kernel, dtype=torch.float32, device="cpu")
+            if out.numel():
+                held = Totals(totals, sums, ends, flips)
+                finish_weights(held, (outputs, channels, taps), 2.0**-room, power, out.data_ptr())
+            return out
+        whole = totals.sum(0)
     if read.groups > 1:
-        found = _of_groups(totals.sum(0), read, taps, channels // read.groups)
-        found = found.unflatten(2, kernel)
+        found = _of_groups(whole, read, taps, channels // read.groups).unflatten(2, kernel)
         return found if exponents is None else found.float() * 2.0**-room * power
-    if exponents is not None:
-        out = torch.empty(outputs, channels, *kernel, dtype=torch.float32, device="cpu")
-        if out.numel():
-            held, shape = Totals(totals, sums, ends, flips), (outputs, channels, taps)
-            finish_weights(held, shape, 2.0**-room, power, out.data_ptr())
-        return out
-    total = torch.from_numpy(totals.sum(0)).view(*kernel, read.rows, -1)[:, :, :channels, :outputs]
+    total = torch.from_numpy(whole).view(*kernel, read.rows, -1)[:, :, :channels, :outputs]
     return total.permute(3, 2, 0, 1)
 
 
@@ -430,13 +457,6 @@ def _of_groups(totals: np.ndarray, read: Spans, taps: int, channels: int) -> Ten
     rows = read.starts[:, None] + np.arange(channels)
     found = by_tap[:, rows, np.arange(len(rows))[:, None]]
     return torch.from_numpy(found).permute(1, 2, 0).contiguous()
-
-
-def _memory(dtype: type[np.int32 | np.int64], *shape: int) -> np.ndarray:
-    """Return integers that may be anything, at a multiple of 64 bytes."""
-    held = np.empty(math.prod(shape) * np.dtype(dtype).itemsize + 64, np.uint8)
-    start = -held.ctypes.data % 64
-    return held[start : start + held.size - 64].view(dtype).reshape(shape)
 
 
 def _steps_in_int16(x: Tensor, other: Tensor, path: str) -> int:
@@ -500,7 +520,7 @@ def _results(
     x: Tensor, channels: int, size: tuple[int, int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return an empty result, channels last, and the same with its channels last."""
-    shape = len(x), channels, *size
+    shape = x.shape[0], channels, *size
     out = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last, device="cpu")
     return out, out.permute(0, 2, 3, 1)
 
@@ -513,11 +533,10 @@ def _size(x: Tensor) -> tuple[int, int]:
     return x.shape[2], x.shape[3]
 
 
-def _depth(weight: Tensor) -> int:
-    return weight[0].numel()
-
-
 def _scales(exponents: Tensor, count: int) -> np.ndarray:
+    """Return powers of two, ``count`` and ones up to a multiple of 16."""
+    if exponents.numel() == 1:
+        return _equal_scales(int(exponents), count)
     padded = np.empty(-(count // -16) * 16, np.float32)
     padded[count:] = 1
     places = exponents.numpy().astype(np.int64) - LOWEST_EXPONENT
@@ -525,9 +544,17 @@ def _scales(exponents: Tensor, count: int) -> np.ndarray:
     return padded
 
 
+@lru_cache(maxsize=256)
+def _equal_scales(exponent: int, count: int) -> np.ndarray:
+    """Return one power of two so often; nothing writes to it."""
+    padded = np.ones(-(count // -16) * 16, np.float32)
+    padded[:count] = _POWERS.take(exponent - LOWEST_EXPONENT, mode="clip")
+    return padded
+
+
 def _sums_fit(part: Correlation, x: Tensor, weight: Tensor, grain: int) -> bool:
     """Say whether the sums of any tile fit int32, and the squares of any block int64."""
-    depth = _depth(weight)
+    depth = math.prod(weight.shape[1:])
     positions = blocks(part, len(x), _size(x), x.shape[1], 1, grain=grain).most_positions
     return 4 * 255 * 128 * depth < 2**31 and positions <= shapes.most_squares(depth)
 

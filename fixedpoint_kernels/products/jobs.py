@@ -57,7 +57,7 @@ ROOM, OUT_TAPS, OUT_INPUTS, OUT_APART, PAIR_SUMS, PARTS = range(44, 50)
 SHARES = 58  # whether a run is three steps from one output to the next: see ``taps`` of ``tiles.vnni_tile``
 COPIES, COPY_OF, MASKS = range(59, 62)  # of gradients without a border, see ``weight_rows``
 FIELDS = 62
-EVEN = tiles.KINDS["bfloat16 and statistics"]  # a kind of which side by side is faster
+_FLOAT32, _BY_ROW, _NORMED = (tiles.KINDS[name] for name in tiles.SIDE_BY_SIDE)
 FINISHED = 9  # a kind beside ``tiles.KINDS``: the whole gradient of a value, see ``finishing``
 
 _TILE_BYTES = 64 * 32 * 4 + 128  # of the largest tile's sums
@@ -296,30 +296,52 @@ def _spread_scales(d, scales, first, images, out):
         of_rows[here : here + d[SLOT_ROWS] * d[COLUMNS]] = of_images[first + slot]
 
 
-@inner
-def _write_places(
-    d, sums, sums_step, count, channel, out, place, offsets, scales, row_scales, image, statistics
-):
-    """Write 16 channels of the results at some places, of one image unless ``place`` is -1.
+def write_rows(
+    d, group, pair, first, images, rows, buffer, weights, begin, sums, scales, row_scales, statistics, out
+):  # fmt: skip
+    """Write 16 channels, or 32 where ``pair``, of rows of outputs that tiles take from end to end.
 
-    ``place``: where the first one goes, in bytes, if they lie side by side; else ``offsets`` says where each goes.
+    group: Number of the first 16 of them, of which ``weights`` and ``begin`` are.
+    buffer: Address of their first codes.
+    sums: Address of a tile's int32.
+    row_scales: Address of a float32 for each position.
+    out: Address of their first output.
+
+    The rest is as for ``write_outputs``.
     """
-    kind, lanes = d[KIND], min(16, d[OUT_CHANNELS] - channel)
-    first = out + channel * d[OUT_SIZE]
+    kind, step, columns, places = d[KIND], d[STEP], d[COLUMNS], d[COUNT_COLUMNS]
+    slot_rows, image, row, column = d[SLOT_ROWS], d[OUT_IMAGE], d[OUT_ROW], d[OUT_COLUMN]
+    table, runs, is_alone = d[TABLE], d[RUNS], d[ALONE] != 0
+    at_once = ALONE_ROWS if is_alone else (WIDE_ROWS if pair else NARROW_ROWS)
+    sums_step, halves, half_bytes = 128 if pair else 64, 2 if pair else 1, 16 * d[OUT_SIZE]
+    totals, pattern = np.int64(0), np.int64(0)
     if kind == FINISHED:
-        own = view(statistics, finishing.FIELDS, np.int64)
-        number = place // d[OUT_IMAGE]
-        totals = own[finishing.TOTALS] + 4 * (number * 3 * own[finishing.PATTERN] + channel)
-        finishing.finish_rows(
-            sums, sums_step, count, first + place, d[OUT_COLUMN], scales + 4 * image, statistics, totals
-        )  # fmt: skip
-        return
-    scale = row_scales if kind == 4 or kind == 5 else scales + 4 * channel
-    own_statistics = statistics + channel // 16 * 384
-    if kind == EVEN and place >= 0 and lanes == 16:
-        tiles.emit_rows(sums, sums_step, count, first + place, d[OUT_COLUMN], scale, own_statistics)
-        return
-    tiles.emit(kind, sums, sums_step, offsets, count, first, lanes, scale, own_statistics)
+        more = view(statistics, finishing.FIELDS, np.int64)
+        totals, pattern = more[finishing.TOTALS] + 64 * group, more[finishing.PATTERN]
+    for slot in range(images):
+        for i in range(rows):
+            q = (slot * slot_rows + i) * columns
+            a, place = buffer + q * step, out + slot * image + i * row
+            for _ in range(0, places, at_once):
+                _ask_for_room(d, pair, place, column, at_once)
+                if is_alone:
+                    alone(d[BYTES], a, step, table, runs, weights, sums)
+                else:
+                    tile(d, pair, a, table, runs, weights, begin, sums)
+                for half in range(halves):
+                    here, made = place + half * half_bytes, sums + 64 * half
+                    if kind == FINISHED:
+                        finishing.finish_rows(
+                            made, sums_step, at_once, here, column, scales + 4 * (first + slot), statistics,
+                            totals + 64 * half + 12 * slot * pattern,
+                        )  # fmt: skip
+                        continue
+                    scale = row_scales + 4 * q if kind == _BY_ROW else scales + 64 * (group + half)
+                    own_statistics = statistics + 384 * (group + half)
+                    tiles.emit_rows(
+                        kind, made, sums_step, at_once, here, column, scale, own_statistics
+                    )
+                a, place, q = a + at_once * step, place + at_once * column, q + at_once
 
 
 def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, out, work):
@@ -355,6 +377,7 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
     first_out = out + first * d[OUT_IMAGE] + row * d[OUT_ROW]
     kind, depth, step, out_channels = d[KIND], d[DEPTH], d[STEP], d[OUT_CHANNELS]
     by_row = kind == 4 or kind == 5
+    is_side_by_side = kind in (FINISHED, _FLOAT32, _BY_ROW, _NORMED)
     if by_row:
         _spread_scales(d, scales, first, images, row_scales)
     group, groups = 0, (out_channels + 15) // 16
@@ -365,31 +388,38 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
         at_once = ALONE_ROWS if d[ALONE] else (WIDE_ROWS if pair else NARROW_ROWS)
         sums_step = 128 if pair else 64
         weights, start = b + group * depth * 16, begin + group * 64
+        is_even, halves = d[COUNT_COLUMNS] % at_once == 0, 2 if pair else 1
+        if is_even and is_side_by_side and (group + halves) * 16 <= out_channels:
+            write_rows(
+                d, group, pair, first, images, rows, buffer + span, weights, start, sums, scales, row_scales,
+                statistics, first_out + group * 16 * d[OUT_SIZE],
+            )  # fmt: skip
+            group += halves
+            continue
         count, line = 1, n
-        is_even = d[COUNT_COLUMNS] % at_once == 0
         if is_even:  # row by row, without what lies between
             count, line = images * rows, d[COUNT_COLUMNS]
         for number in range(count):
             start_q = (number // rows * d[SLOT_ROWS] + number % rows) * d[COLUMNS]
             for q in range(start_q, start_q + line, at_once):
                 a = buffer + q * step + span
-                place = np.int64(-1)
-                if is_even:
-                    place = number // rows * d[OUT_IMAGE] + number % rows * d[OUT_ROW]
-                    place += (q - start_q) * d[OUT_COLUMN]
-                    room = first_out + place + group * 16 * d[OUT_SIZE]
-                    _ask_for_room(d, pair, room, d[OUT_COLUMN], at_once)
                 if d[ALONE]:
                     alone(d[BYTES], a, step, d[TABLE], d[RUNS], weights, sums)
                 else:
                     tile(d, pair, a, d[TABLE], d[RUNS], weights, start, sums)
-                for half in range(2 if pair else 1):
-                    _write_places(
-                        d, sums + 64 * half, sums_step, at_once, (group + half) * 16, first_out, place,
-                        offsets + 8 * q, scales, row_scales + 4 * q, first + number // rows, statistics,
+                for half in range(halves):
+                    channel = (group + half) * 16
+                    tiles.emit(
+                        kind, sums + 64 * half, sums_step, offsets + 8 * q, at_once,
+                        first_out + channel * d[OUT_SIZE], min(16, out_channels - channel),
+                        row_scales + 4 * q if by_row else scales + 4 * channel,
+                        statistics + (group + half) * 384,
                     )  # fmt: skip
-        group += 2 if pair else 1
+        group += halves
     return 0
+
+
+BY_NAME = write_spots, write_outputs  # those that are called first
 
 
 @inner

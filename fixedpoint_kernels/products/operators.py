@@ -1,8 +1,9 @@
 """Products as operators of PyTorch, which ``torch.compile`` keeps; every size is checked here."""
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +21,12 @@ _FLOATS = torch.float32, torch.bfloat16, torch.float16
 def _convolve(
     x: Tensor, weight: Tensor, exponents: Tensor | None, numbers: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    window, _ = _checked_forward(x, weight, exponents, numbers, dtype)
+    window = _known_forward(*map(_kind, (x, weight, exponents)), tuple(numbers), dtype)[0]
     _check_memory(x=x, weight=weight)
-    if weight[0].numel() > LONGEST_SUM:
+    if math.prod(weight.shape[1:]) > LONGEST_SUM:
         return reference.finish(_long_convolve(x, weight, window), exponents, 1, dtype)
     y, _ = kernels_of(x).convolve(x, weight, exponents, window, _held(dtype), False)
-    return y.to(dtype)
+    return y if y.dtype is dtype else y.to(dtype)
 
 
 def _fake_convolve(
@@ -38,9 +39,9 @@ def _fake_convolve(
 def _convolve_with_statistics(
     x: Tensor, weight: Tensor, exponents: Tensor | None, numbers: Sequence[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    window, _ = _checked_forward(x, weight, exponents, numbers, dtype)
+    window = _known_forward(*map(_kind, (x, weight, exponents)), tuple(numbers), dtype)[0]
     _check_memory(x=x, weight=weight)
-    _check_length(weight[0].numel(), "statistics")
+    _check_length(math.prod(weight.shape[1:]), "statistics")
     parts = x, weight, exponents, window, _held(dtype), True
     y, statistics = kernels_of(x).convolve(*parts)
     assert statistics is not None  # they were asked for
@@ -62,14 +63,16 @@ def _input_gradient(
     numbers: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    window, _ = _checked_input_gradient(grad, weight, exponents, size, numbers, dtype)
+    given = tuple(size), tuple(numbers), dtype
+    window = _known_input_gradient(*map(_kind, (grad, weight, exponents)), *given)[0]
     _check_memory(grad=grad, weight=weight)
     height, width = size
     if _backward_depth(weight, window) > LONGEST_SUM:
         sums = _long_input_gradient(grad, weight, (height, width), window)
         return reference.finish(sums, exponents, 0, dtype)
     parts = grad, weight, exponents, (height, width), window, _held(dtype)
-    return kernels_of(grad).input_gradient(*parts).to(dtype)
+    dx = kernels_of(grad).input_gradient(*parts)
+    return dx if dx.dtype is dtype else dx.to(dtype)
 
 
 def _fake_input_gradient(
@@ -91,7 +94,8 @@ def _weight_gradient(
     kernel: Sequence[int],
     numbers: Sequence[int],
 ) -> Tensor:
-    window, shape = _checked_weight_gradient(x, grad, exponents, kernel, numbers)
+    given = tuple(kernel), tuple(numbers)
+    window, shape = _known_weight_gradient(*map(_kind, (x, grad, exponents)), *given)
     _check_memory(x=x, grad=grad)
     parts = x, grad, exponents, (shape[2], shape[3]), window
     return kernels_of(x).weight_gradient(*parts).contiguous()
@@ -220,8 +224,27 @@ def _long_input_gradient(
     return sum(run(*part, None, size, window, torch.int32).long() for part in parts)  # type: ignore[return-value]
 
 
+class _Kind(NamedTuple):
+    """What checks read of a tensor."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
+
+
+_Checked = Tensor | _Kind
+
+
+def _kind(x: Tensor | None) -> _Kind | None:
+    return None if x is None else _Kind(x.dtype, x.shape, x.device)
+
+
 def _checked_forward(
-    x: Tensor, weight: Tensor, exponents: Tensor | None, numbers: Sequence[int], dtype: torch.dtype
+    x: _Checked,
+    weight: _Checked,
+    exponents: _Checked | None,
+    numbers: Sequence[int],
+    dtype: torch.dtype,
 ) -> tuple[Window, tuple[int, ...]]:
     window = _window_of(tuple(numbers))
     _check_codes("x", x, (torch.int8, torch.uint8), 4)
@@ -238,9 +261,9 @@ def _checked_forward(
 
 
 def _checked_input_gradient(
-    grad: Tensor,
-    weight: Tensor,
-    exponents: Tensor | None,
+    grad: _Checked,
+    weight: _Checked,
+    exponents: _Checked | None,
     size: Sequence[int],
     numbers: Sequence[int],
     dtype: torch.dtype,
@@ -258,9 +281,9 @@ def _checked_input_gradient(
 
 
 def _checked_weight_gradient(
-    x: Tensor,
-    grad: Tensor,
-    exponents: Tensor | None,
+    x: _Checked,
+    grad: _Checked,
+    exponents: _Checked | None,
     kernel: Sequence[int],
     numbers: Sequence[int],
 ) -> tuple[Window, tuple[int, ...]]:
@@ -281,6 +304,12 @@ def _checked_weight_gradient(
     return window, (grad.shape[1], x.shape[1] // window.groups, *kernel)
 
 
+# each answer is given again: a check of the same takes longer than to look it up
+_known_forward, _known_input_gradient, _known_weight_gradient = map(
+    lru_cache(maxsize=256), (_checked_forward, _checked_input_gradient, _checked_weight_gradient)
+)
+
+
 @lru_cache(maxsize=256)
 def _window_of(numbers: tuple[int, ...]) -> Window:
     if len(numbers) != 7:
@@ -293,10 +322,10 @@ def _window_of(numbers: tuple[int, ...]) -> Window:
     return window
 
 
-def _check_codes(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], dims: int) -> None:
+def _check_codes(name: str, x: _Checked, dtypes: tuple[torch.dtype, ...], dims: int) -> None:
     if x.dtype not in dtypes:
         raise TypeError(f"{name} must be codes of {' or '.join(map(str, dtypes))}, got {x.dtype}")
-    if x.dim() != dims:
+    if len(x.shape) != dims:
         raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(x.shape)}")
 
 
@@ -305,7 +334,7 @@ def _check_memory(**tensors: Tensor) -> None:
         check_memory(x, name)
 
 
-def _check_weight(weight: Tensor, window: Window) -> None:
+def _check_weight(weight: _Checked, window: Window) -> None:
     _check_codes("weight", weight, (torch.int8,), 4)
     if min(weight.shape) < 1 or weight.shape[0] % window.groups:
         raise ValueError(
@@ -318,7 +347,7 @@ def _check_weight(weight: Tensor, window: Window) -> None:
         )
 
 
-def _check_gradient(grad: Tensor, wanted: tuple[int, ...]) -> None:
+def _check_gradient(grad: _Checked, wanted: tuple[int, ...]) -> None:
     if tuple(grad.shape[1:]) != wanted:
         raise ValueError(
             f"grad must have the shape of the output, (samples, {', '.join(map(str, wanted))}), "
@@ -326,7 +355,7 @@ def _check_gradient(grad: Tensor, wanted: tuple[int, ...]) -> None:
         )
 
 
-def _check_exponents(exponents: Tensor | None, count: int, of: str, *others: Tensor) -> None:
+def _check_exponents(exponents: _Checked | None, count: int, of: str, *others: _Checked) -> None:
     devices = {x.device for x in others} | ({exponents.device} if exponents is not None else set())
     if len(devices) > 1:
         raise ValueError(
@@ -336,14 +365,14 @@ def _check_exponents(exponents: Tensor | None, count: int, of: str, *others: Ten
         return
     if exponents.dtype is not torch.int32:
         raise TypeError(f"exponents must be int32, got {exponents.dtype}")
-    if exponents.dim() != 1 or exponents.shape[0] not in (1, count):
+    if len(exponents.shape) != 1 or exponents.shape[0] not in (1, count):
         raise ValueError(
             f"exponents must be one, or one for each {of} ({count}), got shape "
             f"{tuple(exponents.shape)}"
         )
 
 
-def _check_dtype(dtype: torch.dtype, exponents: Tensor | None, depth: int) -> None:
+def _check_dtype(dtype: torch.dtype, exponents: _Checked | None, depth: int) -> None:
     if dtype not in _RESULTS:
         raise TypeError(f"dtype must be one of {_RESULTS}, got {dtype}")
     if dtype.is_floating_point != (exponents is not None):
@@ -360,7 +389,7 @@ def _check_length(depth: int, name: str) -> None:
         )
 
 
-def _backward_depth(weight: Tensor, window: Window) -> int:
+def _backward_depth(weight: _Checked, window: Window) -> int:
     return weight.shape[0] // window.groups * weight.shape[2] * weight.shape[3]
 
 

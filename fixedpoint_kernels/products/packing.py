@@ -53,20 +53,21 @@ def pack(weight, taps, offsets, depth, outputs, inputs, step, is_turned, sums, o
     memory = empty(outputs * depth + 128, np.uint8)
     rows = memory.ctypes.data
     _fill_weights(weight, taps, offsets, rows, depth, outputs, inputs, step, is_turned, rows)
-    quads = depth // 4
+    quads, whole = depth // 4, outputs // 16 * 16
+    if outputs > whole:
+        tiles.blank(out + whole * depth, 16 * depth, 0)
+    for column in range(0, whole, 16):
+        for k in range(0, quads - 15, 16):
+            place = out + column * depth + k * 64
+            tiles.transpose_floats(rows + column * depth + k * 4, depth, place, 64)
     source = view(rows, outputs * quads, np.int32)
     target = view(out, (outputs + 15) // 16 * 16 * quads, np.int32)
-    target[:] = 0
     for column in range(outputs):
         first = column // 16 * quads * 16 + column % 16
-        for k in range(quads):
+        for k in range(quads // 16 * 16 if column < whole else 0, quads):
             target[first + k * 16] = source[column * quads + k]
-    codes = view(rows, outputs * depth, np.int8)
-    for column in range(outputs):
-        total = np.int32(0)
-        for k in range(depth):
-            total += np.int32(codes[column * depth + k])
-        sums[column] = total
+    for column in range(0, outputs, 16):
+        tiles.sum_columns(out + column * depth, quads, sums.ctypes.data + 4 * column)
     keep(memory)
 
 

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from fixedpoint_kernels import FixedPoint, products
-from fixedpoint_kernels.products import cpu, paths, reference, shapes
+from fixedpoint_kernels.products import paths, reference, shapes
 from fixedpoint_kernels.products.blocks import blocks
 from fixedpoint_kernels.products.instructions import GRAINS
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Window
 from fixedpoint_kernels.products.spots import spots
 from fixedpoint_kernels.products.weight_rows import suits
+from fixedpoint_kernels.scratch import Scratch
 
 HERE = [name for name in paths.PATHS if name not in paths.unavailable()]
 SHIFTS = st.sampled_from([0, 1, 4])  # of 8 bits, few are added up in int16 where there is no VNNI
@@ -59,16 +60,16 @@ BORDERED = (  # almost: too many columns, channels, places
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_zero_by_chance():
-    """Memory for sums holds anything."""
-    own = cpu._memory
+    """Memory that kernels take holds anything."""
+    own = Scratch.__enter__
 
-    def filled(*args):
-        memory = own(*args)
-        memory[...] = 0x5A5A5A5A
+    def filled(scratch):
+        memory = own(scratch)
+        memory[...] = 0x5A
         return memory
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "_memory", filled)
+        patch.setattr(Scratch, "__enter__", filled)
         yield
 
 
@@ -641,6 +642,18 @@ def test_exponents_end_where_float32_does(path):
     assert found[0][:, 0].isfinite().all()
     for own, expected in zip(found, ends, strict=True):
         torch.testing.assert_close(own, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize(("far", "end"), [(-(2**31), -126), (129, 128), (2**31 - 1, 128)])
+def test_one_exponent_ends_where_float32_does(path, far, end):
+    x, weight = codes(2, 3, 6, 6, dtype=torch.uint8), codes(4, 3, 3, 3)
+    with products.force(path):
+        own, expected = (
+            products.convolve(x, weight, exponents=torch.tensor([e], dtype=torch.int32))
+            for e in (far, end)
+        )
+    torch.testing.assert_close(own, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 5, 5), (2, 4, 5, 5)])
