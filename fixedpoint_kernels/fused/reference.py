@@ -26,7 +26,7 @@ from fixedpoint_kernels.fused.graph import (
     Scaled,
     Segment,
 )
-from fixedpoint_kernels.products.reference import powers_of_two
+from fixedpoint_kernels.products.reference import powers_of_two, to_bfloat16
 from fixedpoint_kernels.rounding import encode, quantize_with_mask
 
 __all__ = ["Parameters", "backward", "forward"]
@@ -139,7 +139,7 @@ def _measured(segment: Segment, layer: Norm, kept: Kept) -> _Made:
     mean, squares = (_in_order(part) / count for part in moments)
     variance = (squares - mean * mean).clamp(min=0)
     inverse = 1 / (variance + layer.eps).sqrt()
-    return _Made(none, none, none, x.bfloat16(), mean, inverse, variance)
+    return _Made(none, none, none, to_bfloat16(x), mean, inverse, variance)
 
 
 def _moments(segment: Segment, i: int, kept: Kept) -> tuple[Tensor, Tensor]:
@@ -325,7 +325,7 @@ def backward(
         if step.is_last and i in kept.curved:
             curve, x = kept.curved[i]
             g = g * curve.slope(x)
-        total[i] = g if step.is_last and i == INPUT else g.bfloat16().float()
+        total[i] = g if step.is_last and i == INPUT else to_bfloat16(g).float()
     return total[INPUT], [found[n] for n in range(len(segment.layers))]
 
 

@@ -13,7 +13,14 @@ from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 
-from fixedpoint_kernels.llvm.vectors import Vector, columns_of, has_avx512, intrinsic, prefetch
+from fixedpoint_kernels.llvm.vectors import (
+    Vector,
+    columns_of,
+    has_avx512,
+    has_bfloat16,
+    intrinsic,
+    prefetch,
+)
 
 I1, I8, I16, I32, I64 = map(ir.IntType, (1, 8, 16, 32, 64))
 F32, F64 = ir.FloatType(), ir.DoubleType()
@@ -488,7 +495,9 @@ class _Emitted:
         value = builder.fmul(builder.sitofp(sums, vector(F32, 16)), scale)
         if self.dtype == "float32":
             return value
-        bits = builder.bitcast(value, whole)
+        if has_bfloat16():
+            return Vector(builder, value).bfloat16().value
+        bits = builder.bitcast(value, whole)  # sums times 2**-126 or more: 0, or not small
         odd = builder.and_(builder.lshr(bits, constant(whole, 16)), constant(whole, 1))
         nearest = builder.add(builder.add(bits, constant(whole, 0x7FFF)), odd)
         return builder.trunc(builder.lshr(nearest, constant(whole, 16)), vector(I16, 16))
@@ -503,7 +512,10 @@ class _Emitted:
                 store(builder, value, place)
             with some:
                 if has_avx512():
-                    self._store_masked(value, place)
+                    ones = builder.sub(builder.shl(I64(1), self.lanes), I64(1))
+                    mask = builder.bitcast(builder.trunc(ones, I16), vector(I1, 16))
+                    pointer = builder.inttoptr(place, value.type.element.as_pointer())
+                    Vector(builder, value).store(pointer, Vector(builder, mask))
                     return
                 start = builder.ptrtoint(self.spare, I64)
                 store(builder, value, start)
@@ -511,17 +523,6 @@ class _Emitted:
                     at = builder.mul(loop.index, I64(self.size))
                     lane = load(builder, builder.add(start, at), ir.IntType(8 * self.size))
                     store(builder, lane, builder.add(place, at))
-
-    def _store_masked(self, value: Any, place: Any) -> None:
-        """Store the first ``lanes`` of a vector."""
-        builder, bits = self.builder, ir.IntType(16)
-        ones = builder.sub(builder.shl(I64(1), self.lanes), I64(1))
-        mask = builder.bitcast(builder.trunc(ones, bits), vector(I1, 16))
-        pointer = builder.inttoptr(place, value.type.as_pointer())
-        # since LLVM 22 how the pointer is aligned is no argument
-        align = [I32(1)] if binding.llvm_version_info[0] < 22 else []
-        name = f"masked.store.v16{value.type.element.intrinsic_name}.p0"
-        call(builder, name, ir.VoidType(), value, pointer, *align, mask)
 
     def _square(self, pairs: Any) -> None:
         builder, half = self.builder, constant(self.wide, 32)

@@ -9,7 +9,7 @@ of long chains; any processor will do.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import extending
 from numba.core import cgutils
 from numba.core.registry import cpu_target
@@ -17,6 +17,21 @@ from numba.core.registry import cpu_target
 I8, I16, I32, I64 = map(ir.IntType, (8, 16, 32, 64))
 F32 = ir.FloatType()
 _INDEX = ir.IntType(32)
+
+
+class _BFloat16(ir.Type):
+    """LLVM's type of 16 bits, which llvmlite has not."""
+
+    width = 16
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
 
 
 class Vector:
@@ -184,6 +199,33 @@ class Vector:
         """Return conditions: which lanes are 0, of either sign."""
         return self._compare("==", 0.0)
 
+    def part(self, first: int, lanes: int) -> "Vector":
+        """Return lanes side by side."""
+        return self.shuffled(self, list(range(first, first + lanes)))
+
+    def joined(self, other: "Vector") -> "Vector":
+        """Return the lanes of both, of which there are as many."""
+        return self.shuffled(other, list(range(2 * self.lanes)))
+
+    def bfloat16(self) -> "Vector":
+        """Return the bits of float32 as bfloat16, int16: nearest, ties to even; what is below 2**-126 becomes 0.
+
+        So processors do that have an instruction for it.
+        """
+        if has_bfloat16() and self.lanes == 16:
+            name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
+            element = _BFloat16() if binding.llvm_version_info[0] >= 16 else I16
+            kind = ir.FunctionType(ir.VectorType(element, 16), [self.value.type])
+            function = cgutils.get_or_insert_function(self.builder.module, kind, name)
+            return Vector(self.builder, self.builder.call(function, [self.value])).viewed(I16)
+        bits = self.viewed(I32)
+        nearest = self.is_nan().where(
+            bits | 0x400000,
+            bits + 0x7FFF + ((bits >> 16) & 1),  # NaN stays NaN
+        )
+        is_small = (bits & 0x7F800000) < 0x800000
+        return (is_small.where(bits & 0x80000000, nearest) >> 16).truncated(I16)
+
     def is_nan(self) -> "Vector":
         """Return conditions: which lanes are NaN."""
         return Vector(self.builder, self.builder.fcmp_unordered("uno", self.value, self.value))
@@ -255,9 +297,18 @@ def multiply_add(_context, a, b, c):
 
 def has_avx512() -> bool:
     """Say whether Numba compiles for a processor with AVX-512: with masks, and ``permuted``."""
+    return "+avx512f" in _features()
+
+
+def has_bfloat16() -> bool:
+    """Say whether Numba compiles for a processor that rounds 16 float32 to bfloat16 by one instruction."""
+    return {"+avx512f", "+avx512bf16"} <= _features()
+
+
+def _features() -> set[str]:
     context: Any = cpu_target.target_context
     *_, features = context.codegen().magic_tuple()
-    return "+avx512f" in features.split(",")
+    return set(features.split(","))
 
 
 def _size_bytes(element: Any) -> int:

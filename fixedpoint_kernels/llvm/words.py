@@ -5,7 +5,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from fixedpoint_kernels.llvm.vectors import F32, I16, I32, I64, Vector, has_avx512
+from fixedpoint_kernels.llvm.vectors import F32, I16, I32, I64, Vector, has_avx512, has_bfloat16
 
 __all__ = ["Words"]
 
@@ -39,17 +39,18 @@ class Words:
 
     def load_bfloat16(self, address: Any) -> Vector:
         """Read bfloat16 as float32."""
-        bits = self.load(address, I16).converted(I32)
-        shifted = self.builder.shl(bits.value, bits.constant(16).value)
-        return Vector(self.builder, shifted).viewed(F32)
+        return _widened(self.load(address, I16))
 
     def store_bfloat16(self, value: Vector, address: Any) -> Vector:
-        """Write to nearest, ties to even; return what was written."""
-        bits = value.viewed(I32)
-        nearest = bits + 0x7FFF + ((bits >> 16) & 1)
-        kept = value.is_nan().where(bits, nearest) & 0xFFFF0000
-        self.store((kept >> 16).truncated(I16), address)
-        return kept.viewed(F32)
+        """Write bfloat16, see ``Vector.bfloat16``; return what was written."""
+        if not has_bfloat16() or self.lanes <= 16:
+            short = value.bfloat16()
+            self.store(short, address)
+            return _widened(short)
+        half = self.lanes // 2  # down to what the processor's instruction takes
+        to, further = Words(self.builder, half), self.builder.add(address, I64(2 * half))
+        low = to.store_bfloat16(value.part(0, half), address)
+        return low.joined(to.store_bfloat16(value.part(half, half), further))
 
     def splat(self, scalar: Any) -> Vector:
         """Return a vector with ``scalar`` in each lane."""
@@ -123,3 +124,9 @@ class Words:
     def there(self, number: Any) -> Any:
         """Begin what is done only where a number is not 0."""
         return self.builder.if_then(self.is_set(number))
+
+
+def _widened(short: Vector) -> Vector:
+    """Return bfloat16 as float32."""
+    bits = short.converted(I32)
+    return Vector(short.builder, short.builder.shl(bits.value, bits.constant(16).value)).viewed(F32)

@@ -81,6 +81,11 @@ def powers_of_two(exponents: Tensor) -> Tensor:
     return (exponents.clamp(LOWEST_EXPONENT, NOT_FINITE).int() + 127 << 23).view(torch.float32)
 
 
+def to_bfloat16(x: Tensor) -> Tensor:
+    """Round to nearest, ties to even, as processors do by one instruction: what is below 2**-126 becomes 0."""
+    return torch.where(x.abs() < 2.0**LOWEST_EXPONENT, x * 0.0, x).bfloat16()
+
+
 def sum_up(sums: Tensor) -> Tensor:
     """Return (3, channels) int64: sums, and the high and low 32 bits of the sums of squares."""
     values = sums.long()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fixedpoint_kernels import functions, products
 from fixedpoint_kernels.dropout import Odds, keeps
-from fixedpoint_kernels.products.reference import powers_of_two
+from fixedpoint_kernels.products.reference import powers_of_two, to_bfloat16
 from fixedpoint_kernels.rounding import encode, quantize_with_mask
 from fixedpoint_kernels.tokens.graph import (
     Add,
@@ -112,10 +112,10 @@ def _forward(
         found, inverse = normalize(_groups(x, op), op.eps, centred=op.centred)
         y = found * (1.0 if own.first is None else own.first.detach())
         y = y + (0.0 if own.second is None else own.second.detach())
-        return y.view(x.shape), (found.bfloat16().float(), inverse)
+        return y.view(x.shape), (to_bfloat16(found).float(), inverse)
     if isinstance(op, Multiply):
         other = values[op.other]
-        return x * other, (x.bfloat16().float(), other.bfloat16().float())
+        return x * other, (to_bfloat16(x).float(), to_bfloat16(other).float())
     if isinstance(op, Add):
         return x + values[op.other], ()
     return _forward_of_one(op, x, own)
@@ -125,7 +125,7 @@ def _forward_of_one(
     op: Curved | Relu | Dropout | Cut, x: Tensor, own: Parameters
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     if isinstance(op, Curved):
-        return op.curve.value(x), (x.bfloat16().float(),)
+        return op.curve.value(x), (to_bfloat16(x).float(),)
     if isinstance(op, Relu):
         return torch.where(x <= 0, 0.0, x), ()
     if isinstance(op, Cut):

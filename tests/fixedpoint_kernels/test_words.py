@@ -1,11 +1,13 @@
 import numpy as np
 import pytest
+import torch
 from llvmlite import ir
 from numba import njit
 
-from fixedpoint_kernels.llvm import tiles, words
-from fixedpoint_kernels.llvm.vectors import has_avx512
+from fixedpoint_kernels.llvm import tiles, vectors, words
+from fixedpoint_kernels.llvm.vectors import has_avx512, has_bfloat16
 from fixedpoint_kernels.llvm.words import Words
+from fixedpoint_kernels.products.reference import to_bfloat16
 
 
 @pytest.mark.parametrize("lanes", [16, 64])
@@ -49,3 +51,57 @@ def test_masks_with_and_without_avx512(monkeypatch, has_masks, lanes):
     go(masks.ctypes.data, x.ctypes.data, out.ctypes.data, found.ctypes.data, count)
     assert np.array_equal(out, np.where(kept, x, np.float32(0)))
     assert np.array_equal(found, np.packbits(x > 0, axis=1, bitorder="little"))
+
+
+def rounded(x):
+    """Round float32 to bfloat16 by whole numbers, one at a time; what is below 2**-126 becomes 0."""
+    found = []
+    for bits in x.view(np.uint32).tolist():
+        sign, rest = bits & 0x80000000, bits & 0x7FFFFFFF
+        if rest > 0x7F800000:
+            found.append(0x7FC0)  # NaN, of any kind
+        elif rest < 0x800000:
+            found.append(sign >> 16)
+        else:
+            low, high = rest & 0xFFFF, rest >> 16
+            up = low > 0x8000 or (low == 0x8000 and high & 1)
+            found.append(sign >> 16 | high + up)
+    return np.array(found, np.uint16)
+
+
+@pytest.mark.parametrize("lanes", [16, 64])
+@pytest.mark.parametrize("has_instruction", [True, False])
+def test_bfloat16_with_and_without_the_instruction(monkeypatch, has_instruction, lanes):
+    """Nearest, ties to even; NaN stays NaN, and what rounding goes on with is what was written."""
+    if has_instruction and not has_bfloat16():
+        pytest.skip("needs AVX512-BF16")
+    for module in (vectors, words):
+        monkeypatch.setattr(module, "has_bfloat16", lambda: has_instruction)
+
+    def body(builder, x, out, found):
+        to = Words(builder, lanes)
+        to.store(to.store_bfloat16(to.load(x), out), found)
+
+    run = tiles.addressed(3, body)
+
+    @njit
+    def go(x, out, found, count):
+        for i in range(0, count, lanes):
+            run(x + 4 * i, out + 2 * i, found + 4 * i)
+
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 2**32, 64 * 200, dtype=np.uint32)
+    ends = [0, 1, 0x7FFFFF, 0x800000, 0x800001, 0x7F7FFFFF, 0x7F7F7FFF, 0x7F800000, 0x7F800001]
+    ends += [0x7FC00000, 0x3F808000, 0x3F818000, 0x3F808001, 0x3F817FFF, 0x007F8000, 0x00807FFF]
+    bits[:16], bits[16:32] = ends, np.array(ends, np.uint32) | 0x80000000
+    bits[64:128] &= 0x807FFFFF  # small
+    bits[128:192] = bits[128:192] & 0xFFFF0000 | 0x8000  # ties
+    x = bits.view(np.float32)
+    out, found = np.zeros(len(x), np.uint16), np.zeros_like(x)
+    go(x.ctypes.data, out.ctypes.data, found.ctypes.data, len(x))
+    nan, wanted = np.isnan(x), rounded(x)
+    assert np.isnan(found[nan]).all()
+    assert np.array_equal(out[~nan], wanted[~nan])
+    assert np.array_equal(found.view(np.uint32), out.astype(np.uint32) << 16)
+    own = to_bfloat16(torch.from_numpy(x.copy())).view(torch.int16).numpy().view(np.uint16)
+    assert np.array_equal(own[~nan], wanted[~nan])
