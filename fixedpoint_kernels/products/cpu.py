@@ -534,21 +534,20 @@ def _size(x: Tensor) -> tuple[int, int]:
 
 
 def _scales(exponents: Tensor, count: int) -> np.ndarray:
-    """Return powers of two, ``count`` and ones up to a multiple of 16."""
+    """Return powers of two, ``count`` and ones up to a multiple of 16; nothing may write to them."""
     if exponents.numel() == 1:
         return _equal_scales(int(exponents), count)
-    padded = np.empty(-(count // -16) * 16, np.float32)
-    padded[count:] = 1
-    places = exponents.numpy().astype(np.int64) - LOWEST_EXPONENT
-    padded[:count] = _POWERS.take(places, mode="clip")
-    return padded
+    return _powers(exponents.numpy().astype(np.int64), count)
 
 
 @lru_cache(maxsize=256)
 def _equal_scales(exponent: int, count: int) -> np.ndarray:
-    """Return one power of two so often; nothing writes to it."""
+    return _powers(np.array(exponent), count)
+
+
+def _powers(exponents: np.ndarray, count: int) -> np.ndarray:
     padded = np.ones(-(count // -16) * 16, np.float32)
-    padded[:count] = _POWERS.take(exponent - LOWEST_EXPONENT, mode="clip")
+    padded[:count] = _POWERS.take(exponents - LOWEST_EXPONENT, mode="clip")
     return padded
 
 
