@@ -1,38 +1,57 @@
-"""Memory that kernels write to and nobody reads after them, kept from call to call.
+"""Memory at multiples of 64, and such as kernels work in and nobody reads after them.
 
-New memory costs more than some products: the system maps and clears its pages, and takes them back.
+New memory costs more than some products: the system maps and clears its pages, and takes them back. So
+what kernels work in is kept from call to call.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 
-__all__ = ["Scratch"]
+__all__ = ["LINE", "Scratch", "new_bytes"]
 
-_MOST = 2**26  # bytes that are kept
+LINE = 64
+"""Bytes of a line of the cache."""
+
+_MOST = 2**28  # bytes that are kept
 _CALLS = 4  # at the same time that find some
-_spare: list[np.ndarray] = []
+
+
+def new_bytes(size: int, make: Callable[..., np.ndarray] = np.empty) -> np.ndarray:
+    """Return so many uint8 whose address is a multiple of 64; ``make`` may be ``numpy.zeros``."""
+    whole = make(size + LINE, np.uint8)
+    start = -whole.ctypes.data % LINE
+    return whole[start : start + size]
+
+
+_NOTHING = new_bytes(0), 0
+_spare: list[tuple[np.ndarray, int]] = []
 
 
 class Scratch:
-    """Bytes for the time of a ``with``, at a multiple of 64; they may hold anything.
+    """Memory for the time of a ``with``: (bytes,) uint8, and its address, a multiple of 64.
+
+    It may hold anything. Calls of many Python threads, or one within another, have their own.
 
     Args:
-        size: How many.
+        size: Bytes.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
 
-    def __enter__(self) -> np.ndarray:
+    def __enter__(self) -> tuple[np.ndarray, int]:
         try:
             self._held = _spare.pop()
         except IndexError:
-            self._held = np.empty(0, np.uint8)
-        if self._held.size < self._size + 64:
-            self._held = np.empty(self._size + 64, np.uint8)
-        start = -self._held.ctypes.data % 64
-        return self._held[start : start + self._size]
+            self._held = _NOTHING
+        if self._held[0].size < self._size:
+            memory = new_bytes(self._size)
+            self._held = memory, memory.ctypes.data
+        memory, address = self._held
+        return memory[: self._size], address
 
     def __exit__(self, *_error: object) -> None:
-        if self._held.size <= _MOST and len(_spare) < _CALLS:
+        if self._held[0].size <= _MOST and len(_spare) < _CALLS:
             _spare.append(self._held)
         del self._held

@@ -1,6 +1,5 @@
 """Settings every test shares."""
 
-import ctypes
 import os
 from typing import TYPE_CHECKING
 
@@ -9,6 +8,8 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from tests.guards import Guards
 
 # No deadline: a kernel's first call compiles it. "ci" tries the same inputs every time; "long",
@@ -40,19 +41,18 @@ def _same_numbers_every_run():
 @pytest.fixture
 def full_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that programs of chains get holds NaN and the like: what others left there changes nothing."""
-    from fixedpoint_kernels.fused import inference, memory, program
-    from fixedpoint_kernels.tokens import execute
+    from fixedpoint_kernels.fused.memory import Memory
+    from fixedpoint_kernels.scratch import Scratch
 
-    own, lend = memory.work_memory, memory.Memory.lend
+    enter, lend = Scratch.__enter__, Memory.lend
 
-    def full_work(size: int) -> int:
-        address = own(size)
-        ctypes.memset(address, 0xFF, size)
-        return address
+    def full(scratch: Scratch) -> "tuple[np.ndarray, int]":
+        memory, address = enter(scratch)
+        memory[...] = 0xFF
+        return memory, address
 
-    for module in (inference, program, execute):
-        monkeypatch.setattr(module, "work_memory", full_work)
-    monkeypatch.setattr(memory.Memory, "lend", lambda self, size: lend(self, size).fill_(0xFF))
+    monkeypatch.setattr(Scratch, "__enter__", full)
+    monkeypatch.setattr(Memory, "lend", lambda self, size: lend(self, size).fill_(0xFF))
 
 
 @pytest.fixture

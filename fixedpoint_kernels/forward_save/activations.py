@@ -1,9 +1,11 @@
 """Which activation modules have a few-bit one, and what it needs."""
 
+import sys
 from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import activation as torchs
 
@@ -77,15 +79,21 @@ class OwnValues(nn.Module):
         if not (self.training and len(args) == 1 and not kwargs and is_known):
             with paused():
                 return own(*args, **kwargs)
-        return apply(own, args[0], self.table_key())
+        # torch.compile asks once for all modules with the same numbers
+        numbers = [
+            n for m in self.modules() for n in vars(m).values() if isinstance(n, int | float)
+        ]
+        return apply(own, args[0], self.table_key(self.bits, self.weight, *numbers))
 
-    def table_key(self) -> str:
+    def table_key(self, bits: int, weight: Weight, *_numbers: float) -> str:
         """Return the key of the table of its name, or of one that is solved for on its own forward."""
         if self._name:
             name, parameters = resolve(self._name)
-            return table_key(name, self.bits, self.weight, *parameters)
+            return table_key(name, bits, weight, *parameters)
         own = _Function(super().forward, (type(self), _settings(self)))
-        return register(_solved(own, self.bits, self.weight))
+        # where torch.compile gave up on forward, it looks at what that calls
+        solve = torch.compiler.disable(_solved) if "torch._dynamo" in sys.modules else _solved
+        return register(solve(own, bits, weight))
 
 
 compiled_as_constant(OwnValues.table_key)

@@ -14,6 +14,7 @@ from fixedpoint_kernels.fused.operations import GivenNumbers, Numbers, noise_giv
 from fixedpoint_kernels.fused.program import Pass, Program
 from fixedpoint_kernels.fused.reference import Gradients, Parameters
 from fixedpoint_kernels.fused.taken import Wanted
+from fixedpoint_kernels.scratch import Scratch
 
 __all__ = ["Laid", "Result", "addresses_of", "backward", "forward", "laid"]
 __all__ += ["statistics", "steps_given"]
@@ -262,7 +263,8 @@ def _run(
     kept: Tensor,
     given: GivenNumbers,
 ) -> None:
-    work = program.place(direction, kept.data_ptr(), given)
-    if direction is program.backward:
-        program.place_gradients(given, work)
-    cpu.run(program.path, direction.context, len(direction.regions), program.threads)
+    with Scratch(program.work_bytes) as (_, work):
+        program.place(direction, kept.data_ptr(), given, work)
+        if direction is program.backward:
+            program.place_gradients(given, work)
+        cpu.run(program.path, direction.context, len(direction.regions), program.threads)

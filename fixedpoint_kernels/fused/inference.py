@@ -23,7 +23,7 @@ from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.forward import Forward
 from fixedpoint_kernels.fused.graph import INPUT, Layer, Scaled, Segment
 from fixedpoint_kernels.fused.layout import Layout, Shape
-from fixedpoint_kernels.fused.memory import bytes_of, work_memory
+from fixedpoint_kernels.fused.memory import bytes_of
 from fixedpoint_kernels.fused.operations import (
     Buffer,
     GivenNumbers,
@@ -36,6 +36,7 @@ from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.fused.weights import pack_weights, packing_items, spare_bytes
 from fixedpoint_kernels.products import jobs
 from fixedpoint_kernels.products.instructions import compiled
+from fixedpoint_kernels.scratch import Scratch
 
 __all__ = ["Norm", "Program", "run"]
 
@@ -239,20 +240,23 @@ class Program:
         changed = [own.move(moved) for own, moved in zip(self._powers, shifts, strict=True)]
         return any(changed)
 
-    def pack(self, weights: Sequence[Tensor | None]) -> None:
-        """Lay out the weights."""
+    def pack(self, weights: Sequence[Tensor | None], work: int) -> None:
+        """Lay out the weights.
+
+        Args:
+            weights: Of each layer.
+            work: Address of ``work_bytes`` of memory.
+        """
         given: dict[str, Numbers] = {
             "weight": [0 if own is None else own.data_ptr() for own in weights],
             **execute.steps_given([() if own is None else own.stride() for own in weights]),
         }
         self._task_addresses.given.fill(self._tasks, given)
-        work = work_memory(self.work_bytes) + self._thread_bytes * self.threads
-        spare = work, self._spare_bytes, self.packers
+        spare = work + self._thread_bytes * self.threads, self._spare_bytes, self.packers
         pack_weights(self.packers > 1)(self._tasks, self._task_reals, self._items, *spare)
 
-    def place(self, given: GivenNumbers) -> None:
-        """Note where images come from and go to, and where this thread of Python works."""
-        work = work_memory(self.work_bytes)
+    def place(self, given: GivenNumbers, work: int) -> None:
+        """Note where images come from and go to, and at which address threads work."""
         if work != self._work:
             rows, columns, offsets = self.addresses.work
             for thread, own in enumerate(self._tables):
@@ -327,14 +331,14 @@ def run(
         if value.is_output:
             results[i] = execute.Result(len(x), program.shapes[i], value.is_flat)
     given: dict[str, Numbers] = {"x": [source.address], "y": execute.addresses_of(results)}
-    with program.lock:
+    with program.lock, Scratch(program.work_bytes) as (_, work):
         moved = program.move(shifts)
         if moved or stamp is None or stamp is not program.stamp:
             program.stamp = None
             if not program.scale(norms):
                 return None
-            program.pack(weights)
+            program.pack(weights, work)
             program.stamp = stamp
-        program.place(given)
+        program.place(given, work)
         program.go(len(x))
     return [result.take() for result in results.values()]

@@ -16,6 +16,7 @@ from fixedpoint_kernels.products.instructions import FLIPS, GRAINS
 from fixedpoint_kernels.products.shapes import Correlation, forward
 from fixedpoint_kernels.products.spans import Spans, spans
 from fixedpoint_kernels.products.spots import spots
+from fixedpoint_kernels.scratch import new_bytes
 
 __all__ = ["Layout", "Shape"]
 
@@ -166,11 +167,9 @@ class Layout:
 
     def array(self, count: int, dtype: type = np.uint8) -> np.ndarray:
         """Return an array of the program's own, of zeros, at a multiple of 64 bytes."""
-        size = count * np.dtype(dtype).itemsize
-        memory = np.zeros(size + 64, np.uint8)
-        start = -memory.ctypes.data % 64
+        memory = new_bytes(count * np.dtype(dtype).itemsize, np.zeros)
         self.held.append(memory)
-        return memory[start : start + size].view(dtype)
+        return memory.view(dtype)
 
     def take(self, count: int, dtype: type = np.uint8) -> int:
         """Return the address of an array of the program's own."""

@@ -1,16 +1,15 @@
-"""Memory that programs work in, and that forward leaves for backward."""
+"""Memory that forward leaves for backward."""
 
 import weakref
-from threading import Lock, local
+from threading import Lock
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Memory", "aligned", "bytes_of", "work_memory"]
+from fixedpoint_kernels.scratch import LINE, new_bytes
 
-_LINE = 64
-_WORK = local()
+__all__ = ["Memory", "aligned", "bytes_of"]
 
 
 class Memory:
@@ -34,24 +33,12 @@ class Memory:
         try:
             memory = self._free.pop()
         except IndexError:
-            memory = np.empty(0, np.uint8)
-        if memory.size < size + _LINE:
-            memory = np.empty(size + _LINE, np.uint8)
-        start = -memory.ctypes.data % _LINE
-        lease = memory[start : start + size]
+            memory = new_bytes(0)
+        if memory.size < size:
+            memory = new_bytes(size)
+        lease = memory[:size]
         weakref.finalize(lease, _take_back, self._free, memory).atexit = False
         return torch.from_numpy(lease)
-
-
-def work_memory(size: int) -> int:
-    """Return the address of so many bytes, of any content, in which this thread of Python may work.
-
-    All programs take the same memory: what it holds is lost when another one runs.
-    """
-    memory = getattr(_WORK, "memory", None)
-    if memory is None or memory.size < size + _LINE:
-        _WORK.memory = memory = np.empty(size + _LINE, np.uint8)
-    return -(memory.ctypes.data // -_LINE) * _LINE
 
 
 def aligned(kept: Tensor, size: int) -> Tensor:
@@ -69,7 +56,7 @@ def aligned(kept: Tensor, size: int) -> Tensor:
             f"hooks on saved tensors must give back what they got, uint8 of shape ({size},), got "
             f"{kept.dtype} of shape {tuple(kept.shape)} on {kept.device}"
         )
-    if kept.is_contiguous() and kept.data_ptr() % _LINE == 0:
+    if kept.is_contiguous() and kept.data_ptr() % LINE == 0:
         return kept
     return Memory().lend(len(kept)).copy_(kept)
 

@@ -15,7 +15,7 @@ from fixedpoint_kernels.fused.backward import Backward
 from fixedpoint_kernels.fused.forward import Forward
 from fixedpoint_kernels.fused.graph import Layer, Norm, Segment
 from fixedpoint_kernels.fused.layout import Layout
-from fixedpoint_kernels.fused.memory import Memory, bytes_of, work_memory
+from fixedpoint_kernels.fused.memory import Memory, bytes_of
 from fixedpoint_kernels.fused.operations import (
     Addresses,
     GivenNumbers,
@@ -132,15 +132,15 @@ class Program(Layout):
         for powers, own in zip(self.powers, parameters, strict=True):
             powers.move(own.shifts)
 
-    def place(self, own: Pass, kept: int, given: GivenNumbers) -> int:
-        """Fill a pass's tables with addresses; return that of working memory.
+    def place(self, own: Pass, kept: int, given: GivenNumbers, work: int) -> None:
+        """Fill a pass's tables with addresses.
 
         Args:
             own: ``forward`` or ``backward``.
             kept: Address of kept memory.
             given: Other addresses.
+            work: Address of ``work_bytes`` of memory.
         """
-        work = work_memory(self.work_bytes)
         if own.places != (kept, work):
             own.places = 0, 0  # it may be interrupted
             own.addresses.fill(own.table, kept, work)
@@ -149,14 +149,13 @@ class Program(Layout):
             own.places = kept, work
         own.addresses.given.fill(own.table, given)
         own.task_addresses.given.fill(own.tasks, given)
-        return work
 
     def place_gradients(self, given: GivenNumbers, work: int) -> None:
         """Say where weight gradients are written that backward adds up by images.
 
         Args:
             given: As of ``place``.
-            work: What that returned.
+            work: So too.
         """
         tasks, _, (rows, columns, offsets) = self._collected
         tasks[rows, columns] = offsets + work

@@ -50,7 +50,7 @@ _WORK, _SUMS, _COLUMNS = jobs.WORK_BYTES, jobs.SUMS_SIZE, jobs.COUNT_COLUMNS
 _POWERS = reference.powers_of_two(
     torch.arange(LOWEST_EXPONENT, NOT_FINITE + 1, device="cpu")
 ).numpy()
-_ONE = np.ones(1, np.float32)
+_ONE, _NO_SUMS = np.ones(1, np.float32), np.empty(0, np.int32)
 _WRITE = jobs.tile, jobs.write_rows, *map(ByName, jobs.BY_NAME)
 _ADD_UP = *weight_jobs.PARTS, *map(ByName, weight_jobs.BY_NAME)
 _pack, _pack_alone, _pack_groups, _sum_taps = map(outer, (pack, pack_alone, pack_groups, sum_taps))
@@ -59,7 +59,7 @@ enter: Any = None
 leave = write_outputs = spread_weights = multiply_weights = enter
 
 
-def _correlate(d, x, table, b, begin, scales, statistics, out, memory, threads):
+def _correlate(d, x, table, b, begin, scales, statistics, out, memory, room, threads):
     """Write the outputs of all jobs.
 
     Args:
@@ -67,11 +67,12 @@ def _correlate(d, x, table, b, begin, scales, statistics, out, memory, threads):
         x: Address of (images, height, width, channels) bytes.
         table: (jobs, 4) int64.
         b: Address of packed weights.
-        begin: Address of (groups, 16) int32 to start sums from.
+        begin: (1 or 1 + places, 16 * groups) int32 to start sums from.
         scales: (16 * groups,) float32, or one an image.
         statistics: (2, threads, groups, 48) int64: totals, and of one job.
         out: Address of the first output.
-        memory: (threads, ``d[jobs.WORK_BYTES]`` or more) uint8, which may hold anything.
+        memory: Address of ``room`` bytes for each thread, which may hold anything.
+        room: ``d[jobs.WORK_BYTES]`` or more.
         threads: How many.
     """
     for thread in prange(threads):
@@ -80,8 +81,8 @@ def _correlate(d, x, table, b, begin, scales, statistics, out, memory, threads):
             first, images, row, rows = table[k]
             recent = statistics[1, thread]
             write_outputs(
-                d.ctypes.data, x, first, images, row, rows, b, begin, scales.ctypes.data,
-                recent.ctypes.data, out, memory[thread].ctypes.data,
+                d.ctypes.data, x, first, images, row, rows, b, begin.ctypes.data,
+                scales.ctypes.data, recent.ctypes.data, out, memory + thread * room,
             )  # fmt: skip
             if recent.size:
                 jobs.flush(statistics[0, thread], recent)
@@ -89,7 +90,7 @@ def _correlate(d, x, table, b, begin, scales, statistics, out, memory, threads):
 
 
 def _correlate_weights(
-    d, x, table, order, shifts, grad, sums, totals, ends, flips, memory, threads
+    d, x, table, order, shifts, grad, sums, totals, ends, flips, memory, room, threads
 ):
     """Add up products for weights.
 
@@ -106,11 +107,12 @@ def _correlate_weights(
         ends: (threads, 2) int64: whether sums that int32 holds may stay there, 0 or 1; becomes whether
             they have, and by how many bits they count more.
         flips: Whether codes of ``x`` are signed, and must not be.
-        memory: (threads, ``d[jobs.WORK_BYTES]`` or more) uint8, which may hold anything.
+        memory: Address of ``room`` bytes for each thread, which may hold anything.
+        room: ``d[jobs.WORK_BYTES]`` or more.
         threads: How many.
     """
     for thread in prange(threads):
-        work = memory[thread].ctypes.data
+        work = memory + thread * room
         own = sums + 4 * thread * d[_SUMS]
         tiles.blank(own, 4 * d[_SUMS], 0)
         held, shift, folds = 0, 0, 0
@@ -151,33 +153,48 @@ class _Plan(NamedTuple):
     read: Spans
     work: int  # bytes that a thread needs
     columns: int  # of the packed weights, a multiple of 16
-    no_sums: np.ndarray  # statistics where there are none
+    begin: np.ndarray  # what sums start from where that is 0
+    no_statistics: np.ndarray
 
 
 @lru_cache(maxsize=256)
 def _plan_of_outputs(
     part: Correlation,
-    images: int,
-    size: tuple[int, int],
-    channels: int,
-    threads: int,
-    grain: int,
-    steps: tuple[int, int, int, int],
-    element_size: int,
-    kind: int,
-    signed: bool,
-    in_int16: int,
+    x: tuple[torch.Size, torch.dtype],
+    out: tuple[torch.Size, torch.dtype],
+    by_image: bool,
+    has_statistics: bool,
     groups: int,
+    in_int16: int,
+    path: str,
+    threads: int,
 ) -> _Plan:
-    """Return the plan of a correlation that writes outputs; see ``jobs.describe_outputs``."""
-    read = spans(channels, steps[3], groups, len(part.taps))
-    cut = blocks(part, images, size, channels, threads, grain=grain if groups == 1 else 0)
-    found = runs(cut, grain, read)
-    rest = steps, element_size, kind, signed, in_int16, read
+    """Return the plan of a correlation that writes outputs, of maps channels last; see ``jobs.describe_outputs``."""
+    (images, height, width, channels), dtype = x
+    (_, _, columns, outputs), out_dtype = out
+    read, grain = spans(channels, outputs, groups, len(part.taps)), GRAINS[path]
+    grain_of_blocks = grain if groups == 1 else 0
+    cut = blocks(part, images, (height, width), channels, threads, grain=grain_of_blocks)
+    found, size = runs(cut, grain, read), out_dtype.itemsize
+    kind = tiles.KINDS[str(out_dtype).removeprefix("torch.")] + 3 * by_image + 6 * has_statistics
+    steps = size * outputs * columns * out[0][1], size * outputs * columns, size * outputs, outputs
+    rest = steps, size, kind, dtype is torch.int8, in_int16, read
     described = jobs.describe_outputs(cut, found, part, *rest)
-    own = _work(described), -(steps[3] // -16) * 16
-    no_sums = np.zeros((2, threads, own[1] // 16, 0), np.int64)
-    return _Plan(cut, described, found, np.array(part.taps), read, *own, no_sums)
+    work, padded = _work(described), -(outputs // -16) * 16
+    begin = np.zeros((1 if cut.spots is None else 1 + len(cut.spots.meets), padded), np.int32)
+    no_statistics = np.zeros((2, threads, padded // 16, 0), np.int64)
+    return _Plan(
+        cut, described, found, np.array(part.taps), read, work, padded, begin, no_statistics
+    )
+
+
+class _WeightPlan(NamedTuple):
+    """What products of one shape for weights share."""
+
+    described: jobs.Described
+    work: int  # bytes that a thread needs
+    slots: int  # images of a job, at most
+    bands: list[list[int]]  # first row and rows of each job of the same images
 
 
 @lru_cache(maxsize=256)
@@ -192,15 +209,16 @@ def _plan_of_weights(
     signed: bool,
     in_int16: int,
     groups: int,
-) -> tuple[Blocks, jobs.Described]:
+) -> _WeightPlan:
     """Return the plan of a correlation for weights; see ``weight_jobs.describe_weights``."""
     read = spans(channels, outputs, groups, len(part.taps))
     sums = 4 * len(part.taps) * read.channels * outputs
     rest = grain if groups == 1 else 0, BLOCK_BYTES * (2 if sums >= _MANY_SUMS else 1)
     cut = blocks(part, images, size, channels, threads, LONGEST_SUM, *rest)
-    return cut, weight_jobs.describe_weights(
-        cut, part, outputs, signed, in_int16, read, grain=grain
-    )
+    rest = outputs, signed, in_int16, read
+    described = weight_jobs.describe_weights(cut, part, *rest, grain=grain)
+    bands = cut.jobs[cut.jobs[:, 0] == 0, 2:].tolist()
+    return _WeightPlan(described, _work(described), int(cut.jobs[:, 1].max()), bands)
 
 
 def _work(described: jobs.Described) -> int:
@@ -223,31 +241,28 @@ def _pack_weights(
     Returns:
         (1 or 1 + places, 16 * groups) int32: what sums start from, in all and by place.
     """
-    found, own = plan.runs, plan.cut.spots
-    laid = _laid(weight)
+    found, own, laid = plan.runs, plan.cut.spots, _laid(weight)
     groups, (first, height, width, last) = plan.read.groups, laid.shape
     outputs, inputs = first // groups, last
     if is_turned:
         outputs, inputs = inputs, outputs
     outputs *= groups
-    padded, is_alone = plan.columns, plan.read.is_alone
-    begin = np.zeros((1 if own is None else 1 + len(own.meets), padded), np.int32)
     step, source = height * width * last, laid.data_ptr()
-    start = source, plan.taps, found.offsets, found.depth
-    if is_alone:
+    if plan.read.is_alone:
         _pack_alone(source, plan.taps, outputs, step, address)
-    elif groups > 1:
+        return plan.begin
+    sums = np.zeros(plan.begin.shape, np.int32) if flips else plan.begin
+    start, wanted = (source, plan.taps, found.offsets, found.depth), sums[0] if flips else _NO_SUMS
+    if groups > 1:
         shape = groups, first // groups, last
-        _pack_groups(*start, shape, step, is_turned, plan.read.firsts, begin[0], address)
+        _pack_groups(*start, shape, step, is_turned, plan.read.firsts, wanted, address)
     else:
-        _pack(*start, outputs, inputs, step, is_turned, begin[0], address)
-    if own is not None and flips:
-        _sum_taps(address, found.depth, padded // 16, inputs, own.meets, begin[1:])
-    if flips and not is_alone:
-        begin *= np.int32(-128)
-    else:
-        begin[:] = 0
-    return begin
+        _pack(*start, outputs, inputs, step, is_turned, wanted, address)
+    if not flips:
+        return plan.begin
+    if own is not None:
+        _sum_taps(address, found.depth, plan.columns // 16, inputs, own.meets, sums[1:])
+    return sums * np.int32(-128)
 
 
 def _run_correlation(
@@ -263,42 +278,34 @@ def _run_correlation(
     path: str,
 ) -> None:
     """Write a correlation's part of the results."""
-    images, height, width, channels = x.shape
-    signed = x.dtype is torch.int8
-    flips = signed and bool(FLIPS[path])
-    macs = images * part.counts[0] * part.counts[1] * len(part.taps) * channels * out.shape[3]
-    macs //= groups
+    macs = len(x) * math.prod(part.counts) * len(part.taps) * x.shape[3] * out.shape[3] // groups
     parallel = is_parallel(macs // _MACS_A_THREAD)
     threads = thread_count() if parallel else 1
-    kind = tiles.KINDS[str(out.dtype).removeprefix("torch.")] + 3 * by_image
-    kind += 6 * (statistics is not None)
-    size = out.element_size()
-    image, row, column = (size * n for n in out.stride()[:3])
     plan = _plan_of_outputs(
-        part, images, (height, width), channels, threads, GRAINS[path],
-        (image, row, column, out.shape[3]), size, kind, signed, _steps_in_int16(x, weight, path),
-        groups,
+        part, (x.shape, x.dtype), (out.shape, out.dtype), by_image, statistics is not None, groups,
+        _steps_in_int16(x, weight, path), path, threads,
     )  # fmt: skip
-    both = plan.no_sums
+    both = plan.no_statistics
     if statistics is not None:
         both = np.zeros((*both.shape[:3], 48), np.int64)
-    if scales is None:
-        scales = _ONE
-    start = out.data_ptr() + part.first[0] * row + part.first[1] * column
-    own = threads * plan.work
-    with Scratch(own + plan.columns * plan.runs.depth) as memory:
-        packed = memory.ctypes.data + own
+    row, column = part.first
+    first = out.data_ptr() + (row * out.shape[2] + column) * out.shape[3] * out.element_size()
+    work = threads * plan.work
+    flips = x.dtype is torch.int8 and bool(FLIPS[path])
+    with Scratch(work + plan.columns * plan.runs.depth) as (_, memory):
+        packed = memory + work
         begin = _pack_weights(weight, plan, is_turned, flips, packed)
         compiled(_correlate, path, *_WRITE)[parallel](
             plan.described.row,
             x.data_ptr(),
             plan.cut.jobs,
             packed,
-            begin.ctypes.data,
-            scales,
+            begin,
+            _ONE if scales is None else scales,
             both,
-            start,
-            memory[:own].reshape(threads, -1),
+            first,
+            memory,
+            plan.work,
             threads,
         )
     if statistics is not None:
@@ -410,25 +417,26 @@ def weight_gradient(
         )  # fmt: skip
     of_totals = 8 * math.prod(shape)
     of_both = of_totals + 4 * threads * weight_jobs.sums_size(shape[1], columns)
-    with Scratch(of_both + (threads * _work(plan[1]) if plan else 0)) as memory:
+    work = plan.work if plan else 0
+    with Scratch(of_both + threads * work) as (memory, address):
         totals = memory[:of_totals].view(np.int64).reshape(shape)
         sums = memory[of_totals:of_both].view(np.int32).reshape(threads, -1)
         if plan:
-            cut, described = plan
-            table, job_shifts = _sorted_jobs(cut, shifts)
+            table, job_shifts = _sorted_jobs(plan.slots, plan.bands, shifts)
             source, target = _laid(x), _laid(grad)
             compiled(_correlate_weights, path, *_ADD_UP)[parallel](
-                described.row,
+                plan.described.row,
                 source.data_ptr(),
                 table,
                 order,
                 job_shifts,
                 target.data_ptr(),
-                sums.ctypes.data,
+                address + of_totals,
                 totals,
                 ends,
                 flips,
-                memory[of_both:].reshape(threads, -1),
+                address + of_both,
+                work,
                 threads,
             )
         else:
@@ -496,17 +504,21 @@ def _order(exponents: Tensor | None, images: int, room: int) -> tuple[np.ndarray
     """Return the images that count, by falling exponent, by how much each sum moves, and the top."""
     if exponents is None:
         return np.arange(images), np.zeros(images, np.int64), 0
-    given = np.broadcast_to(exponents.numpy().astype(np.int64), images)
+    given = exponents.numpy().astype(np.int64)
     numbers = np.minimum(np.maximum(given, LOWEST_EXPONENT), NOT_FINITE)
+    if len(numbers) != images:  # one for all
+        numbers = numbers.repeat(images)
     top = int(numbers.max(initial=LOWEST_EXPONENT))
     order = np.argsort(-numbers, kind="stable")
     shifts = room - top + numbers[order]
-    return order[shifts >= 0], shifts[shifts >= 0], top
+    counts = int(np.count_nonzero(shifts >= 0))  # they fall
+    return order[:counts], shifts[:counts], top
 
 
-def _sorted_jobs(cut: Blocks, shifts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return jobs over images in their order, of one shift each."""
-    slots, bands = int(cut.jobs[:, 1].max()), cut.jobs[cut.jobs[:, 0] == 0, 2:].tolist()
+def _sorted_jobs(
+    slots: int, bands: list[list[int]], shifts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return jobs over images in their order, of one shift each: see ``_plan_of_weights``."""
     table, of_jobs, start = [], [], 0
     for end in [*(np.flatnonzero(shifts[1:] != shifts[:-1]) + 1).tolist(), len(shifts)]:
         for first in range(start, end, slots):

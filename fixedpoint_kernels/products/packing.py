@@ -22,52 +22,54 @@ __all__ = [
 
 
 @inner
-def _fill_weights(weight, taps, offsets, rows, depth, outputs, inputs, step, is_turned, out):
-    """Write weights as columns of bytes, ``(outputs, depth)``; the bytes between are 0.
+def _fill_columns(weight, taps, offsets, rows, depth, columns, inputs, step, is_turned, outputs):
+    """Write 16 columns of bytes, ``(16, depth)``; the bytes between, and other columns, are 0.
 
-    weight: address of (o, all taps, c) int8, ``step`` bytes an ``o``; turned, outputs are ``c``.
+    weight: address of (o, all taps, c) int8 at the first column, ``step`` bytes an ``o``; turned,
+    columns are ``c``, of ``outputs`` in all.
     """
-    tiles.blank(out, outputs * depth, 0)
+    tiles.blank(rows, 16 * depth, 0)
     for i in range(len(taps)):
-        source, target = weight + taps[i] * (outputs if is_turned else inputs), out + offsets[i]
-        if not is_turned:
-            for column in range(outputs):
-                tiles.copy(source + column * step, target + column * depth, inputs)
-        elif outputs % 16 == 0 and inputs % 16 == 0:
-            for row in range(0, inputs, 16):
-                for column in range(0, outputs, 16):
-                    place = target + column * depth + row
-                    tiles.transpose(source + row * step + column, step, place, depth)
-        else:
-            for row in range(inputs):
-                for column in range(outputs):
+        source, target = weight + taps[i] * (outputs if is_turned else inputs), rows + offsets[i]
+        for column in range(columns):
+            if is_turned:
+                for row in range(inputs):
                     tiles.copy(source + row * step + column, target + column * depth + row, 1)
+            else:
+                tiles.copy(source + column * step, target + column * depth, inputs)
 
 
 @inner
 def pack(weight, taps, offsets, depth, outputs, inputs, step, is_turned, sums, out):
     """Lay out weights for tiles: ``[groups][depth / 4][16][4]``; and add up each column.
 
-    sums (16 * groups,) int32; out: address.
+    weight: address of (o, all taps, c) int8, ``step`` bytes an ``o``; turned, outputs are ``c``.
+    sums (16 * groups,) int32, or empty: nobody asks; out: address.
     """
-    memory = empty(outputs * depth + 128, np.uint8)
+    memory, quads = empty(16 * depth + 128, np.uint8), depth // 4
     rows = memory.ctypes.data
-    _fill_weights(weight, taps, offsets, rows, depth, outputs, inputs, step, is_turned, rows)
-    quads, whole = depth // 4, outputs // 16 * 16
-    if outputs > whole:
-        tiles.blank(out + whole * depth, 16 * depth, 0)
-    for column in range(0, whole, 16):
-        for k in range(0, quads - 15, 16):
-            place = out + column * depth + k * 64
-            tiles.transpose_floats(rows + column * depth + k * 4, depth, place, 64)
-    source = view(rows, outputs * quads, np.int32)
-    target = view(out, (outputs + 15) // 16 * 16 * quads, np.int32)
-    for column in range(outputs):
-        first = column // 16 * quads * 16 + column % 16
-        for k in range(quads // 16 * 16 if column < whole else 0, quads):
-            target[first + k * 16] = source[column * quads + k]
-    for column in range(0, outputs, 16):
-        tiles.sum_columns(out + column * depth, quads, sums.ctypes.data + 4 * column)
+    for first in range(0, outputs, 16):
+        place = out + first * depth
+        if is_turned and inputs % 4 == 0 and first + 16 <= outputs:
+            tiles.blank(place, 16 * depth, 0)
+            for i in range(len(taps)):
+                source, target = weight + taps[i] * outputs + first, place + offsets[i] * 16
+                for row in range(0, inputs, 4):
+                    tiles.interleave(source + row * step, step, target + row * 16)
+        else:
+            start = weight + first * (1 if is_turned else step)
+            columns = min(16, outputs - first)
+            _fill_columns(
+                start, taps, offsets, rows, depth, columns, inputs, step, is_turned, outputs
+            )
+            for k in range(0, quads - 15, 16):
+                tiles.transpose_floats(rows + k * 4, depth, place + k * 64, 64)
+            source, target = view(rows, 16 * quads, np.int32), view(place, 16 * quads, np.int32)
+            for k in range(quads // 16 * 16, quads):
+                for column in range(16):
+                    target[k * 16 + column] = source[column * quads + k]
+        if sums.size:
+            tiles.sum_columns(place, quads, sums.ctypes.data + 4 * first)
     keep(memory)
 
 
@@ -93,7 +95,8 @@ def pack_groups(weight, taps, offsets, depth, shape, step, is_turned, firsts, su
                     code = codes[column * step + row + k]
                 packed[block, (first + k) // 4, column % 16, (first + k) % 4] = code
                 total += np.int32(code)
-        sums[column] = total
+        if sums.size:
+            sums[column] = total
 
 
 @inner

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels.fused import fields, weights
-from fixedpoint_kernels.fused.memory import aligned, work_memory
+from fixedpoint_kernels.fused.memory import aligned
 from fixedpoint_kernels.fused.operations import GivenNumbers, Numbers, noise_given
 from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.llvm.rows import NAN_BIT
 from fixedpoint_kernels.memory import are_float32, is_float32
+from fixedpoint_kernels.scratch import Scratch
 from fixedpoint_kernels.tokens import cpu
 from fixedpoint_kernels.tokens.graph import Linear, Norm, Operation, Rotary
 from fixedpoint_kernels.tokens.program import Program
@@ -54,8 +55,7 @@ def forward(
     given: dict[str, Numbers] = {**_given(program, parameters)}
     given["x"] = [*map(Tensor.data_ptr, held)]
     given["y"] = {v: y.data_ptr() for v, y in outputs.items()}
-    work = work_memory(program.work_bytes)
-    with program.memory.lock:
+    with program.memory.lock, Scratch(program.work_bytes) as (_, work):
         program.clamped[:] = 0
         moved = program.move(parameters)
         if moved or stamp is None or stamp is not program.stamp:
@@ -107,8 +107,7 @@ def backward(
     given: dict[str, Numbers] = {**_given(program, parameters)}
     given["dx"] = [0 if dx is None else dx.data_ptr() for dx in dxs]
     given["dy"] = {v: grad.data_ptr() for v, grad in pairs}
-    work = work_memory(program.work_bytes)
-    with program.memory.lock:
+    with program.memory.lock, Scratch(program.work_bytes) as (_, work):
         if program.move(parameters):  # another call had other formats by channel
             program.stamp = None
             _pack(program, given, work)

@@ -23,6 +23,7 @@ from fixedpoint_kernels.products.blocks import blocks
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS
 from fixedpoint_kernels.products.shapes import GRADIENTS, PIECE, Window, forward, steps_in_int16
 from fixedpoint_kernels.products.spans import spans
+from fixedpoint_kernels.scratch import new_bytes
 from fixedpoint_kernels.tokens import fields as f
 from fixedpoint_kernels.tokens.graph import (
     Add,
@@ -122,10 +123,9 @@ class Program:
     def _array(self, count: int, dtype: type) -> np.ndarray:
         """Return an array of the program's own, of zeros, at a multiple of 64 bytes."""
         size = count * np.dtype(dtype).itemsize
-        memory = np.zeros(size + 128, np.uint8)
+        memory = new_bytes(size + 64, np.zeros)  # kernels read behind it
         self._memory.append(memory)
-        start = -memory.ctypes.data % 64
-        return memory[start : start + size].view(dtype)
+        return memory[:size].view(dtype)
 
     def _hold(self, numbers: Sequence[float], dtype: type) -> int:
         """Return the address of an array of the program's own."""

@@ -1,6 +1,7 @@
 """Running chains of layers as one: forward and backward in training, forward where nothing goes backward."""
 
 from collections.abc import Iterator
+from itertools import count
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ __all__ = ["fuse", "fused_layers", "refused_calls", "restore_forwards"]
 
 _PROGRAMS = 4  # traces of calls, and variants of chains, that a module keeps
 _CALLS = 16  # kinds of calls, by names and plain values of arguments
+_numbers = count()
 
 
 class _Given(NamedTuple):
@@ -60,6 +62,9 @@ class Fused(OtherForward):
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.ran, self.refused = module, False, ""
+        self._own = str(
+            next(_numbers)
+        )  # without formats, torch.compile takes code for this one alone
         arguments = arguments_of(module)
         own = [p for p in arguments if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         self._order = {p.name: i for i, p in enumerate(own)}
@@ -79,7 +84,7 @@ class Fused(OtherForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do as ``forward`` of the module's class, outside of torch.compile, which would take chains apart, but for a frozen module."""
-        if torch.compiler.is_compiling() and self._has_formats():
+        if torch.compiler.is_compiling() and (self._has_formats() or not self._own):
             return uncompiled(Fused.run)(self, args, kwargs)
         return self.run(args, kwargs)
 

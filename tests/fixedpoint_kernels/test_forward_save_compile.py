@@ -417,3 +417,34 @@ def test_a_missing_compiler_is_named(model, x, monkeypatch):
     assert "compiled: left out: it does not compile: InvalidCxxCompiler: No working C++" in str(
         plan
     )
+
+
+class Scaled(nn.Module):
+    """Registered without a name: its table is solved for on its own forward."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        return torch.tanh(x * self.scale)
+
+
+@pytest.mark.parametrize("most", [1, 100])
+def test_compiled_modules_of_one_class_have_tables_of_their_own(monkeypatch, most):
+    """So they have where torch.compile has given up on their class."""
+    known = forward_save.known
+    monkeypatch.setattr(known, "_entries", {**known._entries})
+    forward_save.register(Scaled, "activation")
+    known._lookup.cache_clear()
+    x, found = torch.linspace(-3, 3, 97), []
+    with torch._dynamo.config.patch(recompile_limit=most):
+        for scale, bits in ((0.7, 2), (0.7, 3), (0.7, 4), (1.4, 2), (2.1, 2), (2.8, 2)):
+            act = nn.Sequential(Scaled(scale))
+            forward_save.convert(act, few_bit=bits)
+            for run in (torch.compile(act, backend="eager"), act):
+                z = x.clone().requires_grad_()
+                run(z).sum().backward()
+                found.append(z.grad)
+            assert torch.equal(*found[-2:])
+    known._lookup.cache_clear()

@@ -37,7 +37,7 @@ from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused import program as programs
 from fixedpoint_kernels.fused.backward import Backward
 from fixedpoint_kernels.fused.graph import Return
-from fixedpoint_kernels.fused.memory import Memory, work_memory
+from fixedpoint_kernels.fused.memory import Memory
 from fixedpoint_kernels.fused.program import Program
 from fixedpoint_kernels.products import jobs, paths, shapes
 from fixedpoint_kernels.products.blocks import blocks
@@ -1107,19 +1107,6 @@ def test_memory_serves_batches_of_other_sizes():
     del large
     gc.collect()
     assert len(memory.lend(6000)) == 6000
-    work = work_memory(1000)
-    assert work % 64 == 0
-    assert work_memory(900) == work
-    assert work_memory(10**8) != work
-
-
-def test_threads_of_python_work_in_memory_of_their_own():
-    here, there = work_memory(1000), []
-    thread = threading.Thread(target=lambda: there.append(work_memory(1000)))
-    thread.start()
-    thread.join()
-    assert there[0] != here
-    assert work_memory(1000) == here
 
 
 def test_programs_of_other_formats_and_sizes_share_memory():

@@ -64,9 +64,9 @@ def nothing_is_zero_by_chance():
     own = Scratch.__enter__
 
     def filled(scratch):
-        memory = own(scratch)
+        memory, address = own(scratch)
         memory[...] = 0x5A
-        return memory
+        return memory, address
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scratch, "__enter__", filled)

@@ -17,47 +17,46 @@ def nothing_spare(monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 63, 64, 100_001])
 def test_as_many_bytes_as_were_asked_for_at_a_multiple_of_64(size):
-    with Scratch(size) as memory:
+    with Scratch(size) as (memory, address):
         assert (memory.dtype, memory.shape) == (np.uint8, (size,))
-        assert memory.ctypes.data % 64 == 0
+        assert address == memory.ctypes.data
+        assert address % 64 == 0
         memory[...] = 1
 
 
 def test_the_next_call_that_needs_no_more_gets_the_same():
-    with Scratch(1000) as memory:
-        first = memory.ctypes.data
+    with Scratch(1000) as (_, first):
+        pass
     for size in (1000, 10, 1000):
-        with Scratch(size) as memory:
-            assert memory.ctypes.data == first
+        with Scratch(size) as (_, address):
+            assert address == first
 
 
 def test_more_is_new_and_then_kept():
     with Scratch(10):
         pass
-    with Scratch(5000) as memory:
+    with Scratch(5000) as (memory, larger):
         assert memory.size == 5000
-        larger = memory.ctypes.data
-    with Scratch(10) as memory:
-        assert memory.ctypes.data == larger
+    with Scratch(10) as (_, address):
+        assert address == larger
 
 
 def test_two_at_a_time_share_nothing():
     with Scratch(100):
         pass  # that is spare
-    with Scratch(100) as one, Scratch(100) as two:
+    with Scratch(100) as (one, _), Scratch(100) as (two, _):
         assert not np.shares_memory(one, two)
 
 
 def test_an_error_gives_it_back():
     first = 0
     try:
-        with Scratch(100) as memory:
-            first = memory.ctypes.data
+        with Scratch(100) as (_, first):
             raise KeyError
     except KeyError:
         pass
-    with Scratch(100) as memory:
-        assert memory.ctypes.data == first
+    with Scratch(100) as (_, address):
+        assert address == first
 
 
 def test_much_memory_and_that_of_many_calls_is_not_kept(monkeypatch):

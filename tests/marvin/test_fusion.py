@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 import marvin
 from benchmarks import networks
-from fixedpoint_kernels import FixedPoint, products
+from fixedpoint_kernels import FixedPoint, products, scratch
 from fixedpoint_kernels.functions import Curve
-from fixedpoint_kernels.fused import INPUT, Joined, Norm, Pooled, Value, memory
+from fixedpoint_kernels.fused import INPUT, Joined, Norm, Pooled, Value
 from fixedpoint_kernels.products.shapes import Window
 from marvin.hooks import rounders_of, state_of
 from marvin.integer import chain_run, convert, report, revert
@@ -160,6 +160,32 @@ def test_chains_run_through_compile(kind):
     with torch.no_grad():
         same(compiled.eval()(batch(9)[0]), expected)
     assert any(own.ran for own in found)
+
+
+class Opaque(nn.Module):
+    """torch.compile cannot take it whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 4, 4)
+
+    def forward(self, x):
+        y = self.conv(x)
+        return x if y.sum() > 1e30 else y
+
+
+def test_what_was_compiled_for_a_frozen_model_is_not_taken_for_one_with_formats():
+    torch.compiler.reset()
+    x = batch(9)[0]
+    frozen = marvin.freeze(make(model=Opaque())[0])
+    model, optimizer = make()
+    train(model, optimizer, 2)
+    with torch.no_grad():
+        torch.compile(frozen, backend="eager")(x)
+        own = vars(model)["forward"]
+        own.ran = False
+        torch.compile(model, backend="eager").eval()(x)
+    assert own.ran
 
 
 def test_frozen_models_are_compiled_whole():
@@ -543,7 +569,7 @@ def test_memory_does_not_pile_up_with_sizes_of_batches():
         return tracemalloc.get_traced_memory()[0]
 
     step(model, optimizer, 0, 2)  # what is made once
-    vars(memory._WORK).clear()  # that other tests left
+    scratch._spare.clear()  # what other tests left
     tracemalloc.start()
     one = held(256)
     several = [held(n) for n in (255, 254, 253)]
