@@ -91,9 +91,14 @@ class OwnValues(nn.Module):
             name, parameters = resolve(self._name)
             return table_key(name, bits, weight, *parameters)
         own = _Function(super().forward, (type(self), _settings(self)))
+
         # where torch.compile gave up on forward, it looks at what that calls
-        solve = torch.compiler.disable(_solved) if "torch._dynamo" in sys.modules else _solved
-        return register(solve(own, bits, weight))
+        def solve() -> Table:
+            return _solved(own, bits, weight)
+
+        if "torch._dynamo" in sys.modules:
+            solve = cast("Callable[[], Table]", torch.compiler.disable(solve))
+        return register(solve())
 
 
 compiled_as_constant(OwnValues.table_key)
