@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from fixedpoint_kernels import FixedPoint, products
-from fixedpoint_kernels.products import paths, reference, shapes
+from fixedpoint_kernels.products import cpu, paths, reference, shapes
 from fixedpoint_kernels.products.blocks import blocks
 from fixedpoint_kernels.products.instructions import GRAINS
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Window
@@ -71,6 +71,28 @@ def nothing_is_zero_by_chance():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scratch, "__enter__", filled)
         yield
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("outputs", [1, 15, 16, 20, 32])
+@pytest.mark.parametrize("inputs", [1, 3, 4, 18, 32, 64])
+def test_weights_are_laid_out_as_numpy_does(inputs, outputs, is_turned):
+    taps, gap, all_taps = np.array([2, 0, 3]), 4, 4
+    starts = np.arange(3) * (inputs + gap)
+    depth = -((starts[-1] + inputs) // -64) * 64
+    shape = (inputs, all_taps, outputs) if is_turned else (outputs, all_taps, inputs)
+    weight = np.random.default_rng(0).integers(-127, 128, shape).astype(np.int8)
+    by_output = weight.transpose(2, 1, 0) if is_turned else weight
+    columns = np.zeros((-(outputs // -16) * 16, depth), np.int8)
+    for tap, start in zip(taps, starts, strict=True):
+        columns[:outputs, start : start + inputs] = by_output[:, tap]
+    expected = columns.reshape(-1, 16, depth // 4, 4).transpose(0, 2, 1, 3)
+    packed = np.full(expected.shape, 99, np.int8)
+    sums = np.zeros(len(columns), np.int32)
+    numbers = outputs, inputs, all_taps * shape[-1], is_turned
+    cpu._pack(weight.ctypes.data, taps, starts, depth, *numbers, sums, packed.ctypes.data)
+    assert (packed == expected).all()
+    assert (sums == columns.sum(1, dtype=np.int32)).all()
 
 
 def windowed(window):
