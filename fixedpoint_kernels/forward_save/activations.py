@@ -1,11 +1,9 @@
 """Which activation modules have a few-bit one, and what it needs."""
 
-import sys
 from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules import activation as torchs
 
@@ -91,14 +89,7 @@ class OwnValues(nn.Module):
             name, parameters = resolve(self._name)
             return table_key(name, bits, weight, *parameters)
         own = _Function(super().forward, (type(self), _settings(self)))
-
-        # where torch.compile gave up on forward, it looks at what that calls
-        def solve() -> Table:
-            return _solved(own, bits, weight)
-
-        if "torch._dynamo" in sys.modules:
-            solve = cast("Callable[[], Table]", torch.compiler.disable(solve))
-        return register(solve())
+        return register(_solved(own, bits, weight))
 
 
 compiled_as_constant(OwnValues.table_key)

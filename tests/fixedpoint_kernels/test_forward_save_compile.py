@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from fixedpoint_kernels import forward_save
-from fixedpoint_kernels.forward_save import activations, compare, compiling, measure, sample, swap
+from fixedpoint_kernels.few_bit import solver
+from fixedpoint_kernels.forward_save import compare, compiling, measure, sample, swap
 from perfmodel import trial
 
 pytestmark = pytest.mark.filterwarnings(
@@ -444,6 +445,7 @@ def registered(monkeypatch):
 @pytest.mark.parametrize("most", [1, 8])
 def test_compiled_modules_of_one_class_have_tables_of_their_own(most):
     """So they have where torch.compile has given up on their class."""
+    torch.compiler.reset()
     x, found = torch.linspace(-3, 3, 97), []
     with torch._dynamo.config.patch(recompile_limit=most):
         for scale, bits in ((0.7, 2), (0.7, 3), (0.7, 4), (1.4, 2), (2.1, 2), (2.8, 2)):
@@ -459,13 +461,13 @@ def test_compiled_modules_of_one_class_have_tables_of_their_own(most):
 @pytest.mark.usefixtures("registered")
 def test_torch_compile_does_not_look_into_how_tables_are_solved_for(monkeypatch):
     """It would compile that, NumPy and all, and gives up after some tables with an error."""
-    solve, callbacks = activations.solve_function, []
+    optimum, callbacks = solver._optimum, []
 
-    def watched(*args, **kwargs):
+    def watched(*args):
         callbacks.append(torch._C._dynamo.eval_frame.get_eval_frame_callback())
-        return solve(*args, **kwargs)
+        return optimum(*args)
 
-    monkeypatch.setattr(activations, "solve_function", watched)
+    monkeypatch.setattr(solver, "_optimum", watched)
     act = nn.Sequential(Scaled(0.123))
     forward_save.convert(act, few_bit=2)
     torch.compile(act, backend="eager")(torch.ones(3, requires_grad=True))

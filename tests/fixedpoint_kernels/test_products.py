@@ -79,7 +79,7 @@ def nothing_is_zero_by_chance():
 def test_weights_are_laid_out_as_numpy_does(inputs, outputs, is_turned):
     taps, gap, all_taps = np.array([2, 0, 3]), 4, 4
     starts = np.arange(3) * (inputs + gap)
-    depth = -((starts[-1] + inputs) // -64) * 64
+    depth = -((starts[-1] + inputs) // -4) * 4
     shape = (inputs, all_taps, outputs) if is_turned else (outputs, all_taps, inputs)
     weight = np.random.default_rng(0).integers(-127, 128, shape).astype(np.int8)
     by_output = weight.transpose(2, 1, 0) if is_turned else weight
