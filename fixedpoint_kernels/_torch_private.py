@@ -3,8 +3,10 @@
 Each entry says which public way is missing. The tests name what is gone after an update of torch.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from operator import itemgetter
 from types import FunctionType
 from typing import Any, TypeVar
@@ -92,6 +94,7 @@ __all__ = [
 ]
 
 _Hook = TypeVar("_Hook")
+_Run = TypeVar("_Run", bound=Callable[..., Any])
 
 # Above, torch has no public name for: the common classes of batch and instance normalisation and
 # of average pooling, the type of an operator, a mode that sees operators, nested containers, and a
@@ -470,12 +473,25 @@ def padding_around(module: Any) -> list[int]:
     return module._reversed_padding_repeated_twice
 
 
-def compiled_as_constant(function: Any) -> None:
-    """Let ``torch.compile`` call a function once, and keep what it gave.
+def compiled_as_constant(function: _Run) -> _Run:
+    """Return a function that ``torch.compile`` calls once for the same arguments, and keeps what it gave.
 
-    As ``torch.compiler.assume_constant_result``, without loading Dynamo and Triton.
+    As ``torch.compiler.assume_constant_result``, without loading Dynamo and Triton, which would compile what
+    the function calls.
     """
-    function._dynamo_marked_constant = True
+    apart: list[Any] = []
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not apart:
+            apart.append(torch.compiler.disable(function))
+        return apart[0](*args, **kwargs)
+
+    found: Any = run
+    found._dynamo_marked_constant = True
+    return found
 
 
 COMPILED_CALL = "_compiled_call_impl"

@@ -119,12 +119,11 @@ def _found(
 _remembered = lru_cache(maxsize=256)(_found)
 
 
+@compiled_as_constant
 def table_key(name: str, bits: int, weight: Weight, *parameters: float | str) -> str:
     """Return the key of an activation's table, which the operators know from then on."""
     return register(table_of(name, parameters, bits, weight))
 
-
-compiled_as_constant(table_key)
 
 FUNCTIONS = {name: make(entry) for name, entry in ENTRIES.items()}
 globals().update(FUNCTIONS)

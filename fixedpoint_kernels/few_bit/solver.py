@@ -2,13 +2,10 @@
 
 import math
 import operator
-import sys
-from collections.abc import Callable, Iterable
-from functools import wraps
-from typing import Literal, TypeVar, cast, get_args
+from collections.abc import Iterable
+from typing import Literal, get_args
 
 import numpy as np
-import torch
 
 from fixedpoint_kernels.few_bit.integrals import Function, Integrals, Weight
 from fixedpoint_kernels.few_bit.refine import Partition, best_levels, refine
@@ -17,22 +14,8 @@ from fixedpoint_kernels.few_bit.table import Table, number
 Codes = Literal["value", "interval", "parity"]
 
 _EQUAL = 1e-9  # of the range of f': levels closer than this are one
-_Run = TypeVar("_Run", bound=Callable[..., object])
 
 
-def _apart(function: _Run) -> _Run:
-    """Return a function that ``torch.compile`` does not look into: it would compile NumPy, and fails at the tenth table."""
-
-    @wraps(function)
-    def run(*args: object, **kwargs: object) -> object:
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **kwargs)
-        return cast("_Run", torch.compiler.disable(function))(*args, **kwargs)
-
-    return cast("_Run", run)
-
-
-@_apart
 def solve_function(
     function: Function,
     bits: int,

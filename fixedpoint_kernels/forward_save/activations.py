@@ -83,6 +83,7 @@ class OwnValues(nn.Module):
         ]
         return apply(own, args[0], self.table_key(self.bits, self.weight, *numbers))
 
+    @compiled_as_constant
     def table_key(self, bits: int, weight: Weight, *_numbers: float) -> str:
         """Return the key of the table of its name, or of one that is solved for on its own forward."""
         if self._name:
@@ -90,9 +91,6 @@ class OwnValues(nn.Module):
             return table_key(name, bits, weight, *parameters)
         own = _Function(super().forward, (type(self), _settings(self)))
         return register(_solved(own, bits, weight))
-
-
-compiled_as_constant(OwnValues.table_key)
 
 
 class _Function:

@@ -88,6 +88,7 @@ class Fused(OtherForward):
             return uncompiled(Fused.run)(self, args, kwargs)
         return self.run(args, kwargs)
 
+    @compiled_as_constant
     def _has_formats(self) -> bool:
         """Say whether a policy may change how the module rounds."""
         return any(map(rounders_of, self.module.modules()))
@@ -274,9 +275,6 @@ class _Mode:
 
 def _trains(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters())
-
-
-compiled_as_constant(Fused._has_formats)
 
 
 def fuse(model: nn.Module) -> None:
