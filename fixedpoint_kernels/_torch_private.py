@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import wraps
 from operator import itemgetter
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -94,7 +94,7 @@ __all__ = [
 ]
 
 _Hook = TypeVar("_Hook")
-_Run = TypeVar("_Run", bound=Callable[..., Any])
+_Run = TypeVar("_Run", bound=Callable[..., object])
 
 # Above, torch has no public name for: the common classes of batch and instance normalisation and
 # of average pooling, the type of an operator, a mode that sees operators, nested containers, and a
@@ -479,19 +479,18 @@ def compiled_as_constant(function: _Run) -> _Run:
     As ``torch.compiler.assume_constant_result``, without loading Dynamo and Triton, which would compile what
     the function calls.
     """
-    apart: list[Any] = []
+    apart: list[Callable[..., object]] = []
 
     @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         if not apart:
             apart.append(torch.compiler.disable(function))
         return apart[0](*args, **kwargs)
 
-    found: Any = run
-    found._dynamo_marked_constant = True
-    return found
+    setattr(run, "_dynamo_marked_constant", True)  # noqa: B010  pyright knows functions
+    return cast("_Run", run)
 
 
 COMPILED_CALL = "_compiled_call_impl"

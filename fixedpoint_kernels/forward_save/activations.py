@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import activation as torchs
 
@@ -77,10 +78,10 @@ class OwnValues(nn.Module):
         if not (self.training and len(args) == 1 and not kwargs and is_known):
             with paused():
                 return own(*args, **kwargs)
-        # torch.compile asks once for all modules with the same numbers
-        numbers = [
-            n for m in self.modules() for n in vars(m).values() if isinstance(n, int | float)
-        ]
+        numbers: list[float] = []
+        if torch.compiler.is_compiling():  # it asks once for all modules with the same numbers
+            every = (n for m in self.modules() for n in vars(m).values())
+            numbers = [n for n in every if isinstance(n, int | float)]
         return apply(own, args[0], self.table_key(self.bits, self.weight, *numbers))
 
     @compiled_as_constant
