@@ -13,8 +13,7 @@ __all__ = ["LINE", "Scratch", "new_bytes"]
 LINE = 64
 """Bytes of a line of the cache."""
 
-_MOST = 2**28  # bytes that are kept
-_CALLS = 4  # at the same time that find some
+_MOST = 2**28  # bytes that are kept, in all
 
 
 def new_bytes(size: int, make: Callable[..., np.ndarray] = np.empty) -> np.ndarray:
@@ -52,6 +51,7 @@ class Scratch:
         return memory[: self._size], address
 
     def __exit__(self, *_error: object) -> None:
-        if self._held[0].size <= _MOST and len(_spare) < _CALLS:
+        kept = sum(memory.size for memory, _ in _spare)
+        if kept + self._held[0].size <= _MOST:
             _spare.append(self._held)
         del self._held

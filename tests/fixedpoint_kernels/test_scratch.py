@@ -64,12 +64,12 @@ def test_much_memory_and_that_of_many_calls_is_not_kept(monkeypatch):
     with Scratch(2000):
         pass
     assert not scratch._spare
-    held = [Scratch(10) for _ in range(scratch._CALLS + 2)]
+    held = [Scratch(100) for _ in range(12)]
     for own in held:
         own.__enter__()
     for own in held:
         own.__exit__()
-    assert len(scratch._spare) == scratch._CALLS
+    assert len(scratch._spare) == 10
 
 
 def test_python_threads_that_multiply_at_once_have_their_own():
