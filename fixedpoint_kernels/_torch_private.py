@@ -476,8 +476,8 @@ def padding_around(module: Any) -> list[int]:
 def compiled_as_constant(function: _Run) -> _Run:
     """Return a function that ``torch.compile`` calls once for the same arguments, and keeps what it gave.
 
-    As ``torch.compiler.assume_constant_result``, without loading Dynamo and Triton, which would compile what
-    the function calls.
+    As ``torch.compiler.assume_constant_result``, without loading Dynamo and Triton. Where Dynamo gave up on the
+    caller it would compile what the function calls: it is kept from that.
     """
     apart: list[Callable[..., object]] = []
 

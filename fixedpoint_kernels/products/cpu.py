@@ -50,7 +50,7 @@ _WORK, _SUMS, _COLUMNS = jobs.WORK_BYTES, jobs.SUMS_SIZE, jobs.COUNT_COLUMNS
 _POWERS = reference.powers_of_two(
     torch.arange(LOWEST_EXPONENT, NOT_FINITE + 1, device="cpu")
 ).numpy()
-_ONE, _NO_SUMS = np.ones(1, np.float32), np.empty(0, np.int32)
+_ONE, _NO_SUMS = np.ones(1, np.float32), np.empty((1, 0), np.int32)
 _WRITE = jobs.tile, jobs.write_rows, *map(ByName, jobs.BY_NAME)
 _ADD_UP = *weight_jobs.PARTS, *map(ByName, weight_jobs.BY_NAME)
 _pack, _pack_alone, _pack_groups, _sum_taps = map(outer, (pack, pack_alone, pack_groups, sum_taps))
@@ -251,13 +251,13 @@ def _pack_weights(
     if plan.read.is_alone:
         _pack_alone(source, plan.taps, outputs, step, address)
         return plan.begin
-    sums = np.zeros(plan.begin.shape, np.int32) if flips else plan.begin
-    start, wanted = (source, plan.taps, found.offsets, found.depth), sums[0] if flips else _NO_SUMS
+    sums = np.zeros(plan.begin.shape, np.int32) if flips else _NO_SUMS
+    start = source, plan.taps, found.offsets, found.depth
     if groups > 1:
         shape = groups, first // groups, last
-        _pack_groups(*start, shape, step, is_turned, plan.read.firsts, wanted, address)
+        _pack_groups(*start, shape, step, is_turned, plan.read.firsts, sums[0], address)
     else:
-        _pack(*start, outputs, inputs, step, is_turned, wanted, address)
+        _pack(*start, outputs, inputs, step, is_turned, sums[0], address)
     if not flips:
         return plan.begin
     if own is not None:

@@ -62,9 +62,8 @@ class Fused(OtherForward):
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.ran, self.refused = module, False, ""
-        self._own = str(
-            next(_numbers)
-        )  # without formats, torch.compile takes code for this one alone
+        # torch.compile looks at it where there are no formats: what it made is for this object alone
+        self._own = str(next(_numbers))
         arguments = arguments_of(module)
         own = [p for p in arguments if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         self._order = {p.name: i for i, p in enumerate(own)}
