@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 __all__ = [
     "densenet40",
     "efficientnet_b0",
     "mobilenet_v2",
+    "padded_resnet20",
     "preact_resnet20",
     "resnet18",
     "unet",
@@ -157,6 +159,41 @@ def efficientnet_b0() -> nn.Module:
     stem, last = _convolved(3, 32, 3, 2, act=nn.SiLU), _convolved(width, 1280, 1, act=nn.SiLU)
     head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(1280, 10)
     return nn.Sequential(*stem, *blocks, *last, *head)
+
+
+class Padded(nn.Module):
+    """A residual block whose short-cut has no weights: every second place, and zeros in new channels.
+
+    Args:
+        inputs: Channels that come in.
+        outputs: Channels that go out; where they differ, so does the resolution.
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        stride = 1 if inputs == outputs else 2
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.before = (outputs - inputs) // 2
+        self.behind = outputs - inputs - self.before
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``relu(f(x) + shortcut(x))``."""
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        if self.behind:
+            x = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.before, self.behind), "constant", 0)
+        return F.relu(y + x)
+
+
+def padded_resnet20(width: int = 16) -> nn.Module:
+    """Return the ResNet20 of the paper for CIFAR-10, whose short-cuts have no weights (its option A)."""
+    widths = [width] * 4 + [2 * width] * 3 + [4 * width] * 3
+    blocks = [Padded(*pair) for pair in pairwise(widths)]
+    stem = nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10)
+    return nn.Sequential(*stem, *blocks, *head)
 
 
 class PreActivated(nn.Module):

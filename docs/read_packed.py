@@ -146,7 +146,7 @@ def concat(op, *parts):
 
 
 def picked(op, x, _tensors):
-    """Transpose and slice: each code of the result is one of the source."""
+    """Transpose, slice and zeros around: each code of the result is one of the source, or 0."""
     found = []
     for place in product(*map(range, op["shape"])):
         where = list(place)
@@ -154,7 +154,9 @@ def picked(op, x, _tensors):
             where[op["axis"]] = op["start"] + where[op["axis"]] * op["step"]
         for i, dimension in enumerate(op.get("order", [])):
             where[dimension] = place[i]
-        found.append(at(x, where))
+        where = [i - n for i, n in zip(where, op.get("before", [0] * len(where)), strict=True)]
+        is_inside = all(0 <= i < n for i, n in zip(where, x.shape, strict=True))
+        found.append(at(x, where) if is_inside else 0)
     return found
 
 
@@ -163,18 +165,15 @@ KINDS = {
     "Mul": lambda op, x, y: [at(x, p) * at(y, p) for p in product(*map(range, op["shape"]))],
     "Concat": concat,
     "Clip": lambda op, x, _: [min(max(code, op["low"]), op["high"]) for code in x.codes],
-    "Reshape": lambda _op, x, _: x.codes,
-    "Slice": picked,
+    **dict.fromkeys(["Flatten", "Reshape"], lambda _op, x, _: x.codes),
+    **dict.fromkeys(["Pad", "Slice", "Transpose"], picked),
     "Table": lambda op, x, tensors: [tensors[op["codes"]][0][c - op["low"]] for c in x.codes],
-    "Transpose": picked,
     "Round": lambda op, x, _: [round_to(code, x.fl, op["fmt"]) for code in x.codes],
-    "Conv": weighted,
-    "Linear": weighted,
+    **dict.fromkeys(["Conv", "Linear"], weighted),
     "Affine": affine,
     "Relu": lambda _op, x, _: [max(code, 0) for code in x.codes],
     "MaxPool": lambda op, x, _: [max(codes) for codes in pooled(op, x, None)],
     "AveragePool": average_pool,
-    "Flatten": lambda _op, x, _: x.codes,
 }
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import marvin
+from benchmarks.networks import padded_resnet20
 from benchmarks.steps import Step, steps_in_floats, training_step
 from benchmarks.timing import Case
 from fixedpoint_kernels import products
@@ -25,6 +26,7 @@ WINDOW = 25
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {  # with images and their side
     "ResNet20, 128 images of 32x32": (resnet20, 128, 32),
     "ResNet20 of width 64, 32 images of 32x32": (lambda: resnet20(width=64), 32, 32),
+    "ResNet20 with padded short-cuts, 128 images of 32x32": (padded_resnet20, 128, 32),
     "AlexNet, 128 images of 32x32": (alexnet, 128, 32),
     "ViT, 128 images of 32x32": (vit, 128, 32),
 }

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import marvin
+from benchmarks.networks import padded_resnet20
 from marvin.export import (
     ExportError,
     Network,
@@ -177,6 +178,7 @@ def _mlp() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "ResNet20": lambda: resnet20(10, 3, 8),
+    "ResNet20 with padded short-cuts": lambda: padded_resnet20(8),
     "ResNet-50": lambda: _Blocks(_Bottleneck(), _Bottleneck()),
     "AlexNet": lambda: alexnet(10, 3, 8),
     "VGG": _vgg,

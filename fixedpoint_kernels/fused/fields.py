@@ -47,11 +47,11 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     # of curves, and of gates: one number a channel and image, so many bytes from image to image
     CURVE, GATE, GATE_STEP, SCALED_GRADIENT,
     # of joining: the other value's channels, the first of these, its elements from image to image, the
-    # width of the value that is among them, how many places down and across are made of one, and whether
-    # a gradient is added
-    J_CHANNELS, J_FIRST, J_PADDED, J_WIDTH, J_DOWN, J_ACROSS, J_ADDS,
-) = range(97)  # fmt: skip
-COUNT = 97
+    # width of the value that is among them, how many places down and across are made of one, whether
+    # a gradient is added, and how many channels of zeros are before and behind those of the value
+    J_CHANNELS, J_FIRST, J_PADDED, J_WIDTH, J_DOWN, J_ACROSS, J_ADDS, J_BEFORE, J_BEHIND,
+) = range(99)  # fmt: skip
+COUNT = 99
 
 (
     # of a program: addresses of its table, (operations, 4) float32 reals, rows of ``jobs``, (regions, 3)

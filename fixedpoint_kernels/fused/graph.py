@@ -191,17 +191,19 @@ class Scaled(_Made):
 
 @dataclass(frozen=True)
 class Joined(_Made):
-    """Channels of earlier values side by side, in this order; each place is repeated.
+    """Channels of earlier values side by side, in this order, and of zeros around them; each place is repeated.
 
     Args:
         sources: Numbers of these values, each once.
         times: How many places down and across are made of one: nearest upsampling.
         is_output: Whether it leaves the segment.
+        zeros: How many channels of zeros are before and behind them.
     """
 
     sources: tuple[int, ...]
     times: tuple[int, int] = (1, 1)
     is_output: bool = False
+    zeros: tuple[int, int] = (0, 0)
 
     is_flat: ClassVar[bool] = False
 
@@ -279,7 +281,8 @@ class Segment:
             if isinstance(value, Joined):
                 _, *places = found[value.sources[0]]
                 rows, columns = (n * times for n, times in zip(places, value.times, strict=True))
-                found[i] = sum(found[k][0] for k in value.sources), rows, columns
+                channels = sum(found[k][0] for k in value.sources) + sum(value.zeros)
+                found[i] = channels, rows, columns
                 continue
             if isinstance(value, Scaled):
                 found[i] = found[value.source]

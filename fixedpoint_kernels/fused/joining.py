@@ -1,4 +1,4 @@
-"""A value among the channels of another, each place repeated; and its gradient; channels last."""
+"""A value among the channels of another, and of zeros, each place repeated; and its gradient; channels last."""
 
 import numpy as np
 
@@ -27,8 +27,10 @@ def join_sums(d, n):
     whole = doubles(d[f.SUMS] + 16 * n * wide, 2 * wide)
     times = np.float64(d[f.J_DOWN] * d[f.J_ACROSS])
     for k in range(2):
+        out = whole[k * wide + d[f.J_FIRST] - d[f.J_BEFORE] :]
+        _clear(d, out)
         for c in range(channels):
-            whole[k * wide + d[f.J_FIRST] + c] = sums[k * channels + c] * times
+            out[d[f.J_BEFORE] + c] = sums[k * channels + c] * times
 
 
 @inner
@@ -39,9 +41,20 @@ def _copy(d, source, made):
     for to in range(own // channels * down * across):
         row, column = to // (width * across) // down, to % (width * across) // across
         values = source[(row * width + column) * channels :][:channels]
+        _clear(d, made[to * wide + d[f.J_FIRST] - d[f.J_BEFORE] :])
         out = made[to * wide + d[f.J_FIRST] :][:channels]
         for c in range(channels):
             out[c] = values[c]
+
+
+@inner
+def _clear(d, made):
+    """Write zeros before and behind the channels of a value."""
+    behind = made[d[f.J_BEFORE] + d[f.CHANNELS] :][: d[f.J_BEHIND]]
+    for c in range(d[f.J_BEFORE]):
+        made[c] = 0
+    for c in range(behind.size):
+        behind[c] = 0
 
 
 @inner

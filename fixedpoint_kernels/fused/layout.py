@@ -276,14 +276,18 @@ class Layout:
         return {"GATE": self.gates[value.gate], "GATE_STEP": step}
 
     def place_in(self, i: int, source: int) -> dict[str, Number]:
-        """Return where a value is among the channels of joined value ``i``."""
+        """Return where a value is among the channels of joined value ``i``, and how many zeros are beside it."""
         value, whole = self.segment.values[i], self.shapes[i]
         assert isinstance(value, Joined)
         before = value.sources[: value.sources.index(source)]
         names = "J_CHANNELS", "J_FIRST", "J_PADDED", "J_WIDTH", "J_DOWN", "J_ACROSS"
-        first, width = sum(self.shapes[k].channels for k in before), self.shapes[source].width
-        numbers = whole.channels, first, whole.padded, width, *value.times
-        return dict(zip(names, numbers, strict=True))
+        first = value.zeros[0] + sum(self.shapes[k].channels for k in before)
+        numbers = whole.channels, first, whole.padded, self.shapes[source].width, *value.times
+        return {
+            **dict(zip(names, numbers, strict=True)),
+            "J_BEFORE": 0 if before else value.zeros[0],
+            "J_BEHIND": value.zeros[1] if source == value.sources[-1] else 0,
+        }
 
     def kind_of_sums(self, n: int) -> int:
         """Return as what a layer's sums are kept."""

@@ -147,7 +147,9 @@ def _moments(segment: Segment, i: int, kept: Kept) -> tuple[Tensor, Tensor]:
     value = None if i == INPUT else segment.values[i]
     if isinstance(value, Joined):
         parts = zip(*(_moments(segment, k, kept) for k in value.sources), strict=True)
-        first, second = (torch.cat(part, 1) * math.prod(value.times) for part in parts)
+        first, second = (
+            F.pad(torch.cat(part, 1), value.zeros) * math.prod(value.times) for part in parts
+        )
         return first, second
     x = kept.values[i].double()
     return _by_image(x).flatten(1), _by_image(x * x).flatten(1)
@@ -184,6 +186,7 @@ def _value(segment: Segment, i: int, kept: Kept, parameters: Sequence[Parameters
     elif isinstance(value, Joined):
         whole = torch.cat([_value(segment, k, kept, parameters) for k in value.sources], 1)
         down, across = value.times
+        whole = F.pad(whole, (0, 0, 0, 0, *value.zeros))
         kept.values[i] = whole.repeat_interleave(down, 2).repeat_interleave(across, 3)
     elif value is not None:
         terms = [_term(segment.layers[n], kept.layers[n], parameters[n]) for n in value.layers]
@@ -241,7 +244,7 @@ def _spread(value: Pooled, g: Tensor, like: Tensor) -> Tensor:
 def _cut(value: Joined, source: int, g: Tensor, kept: Kept) -> list[Tensor]:
     """Return the gradients of one of those that were joined, of each of the places made of one."""
     channels, (down, across) = [kept.values[k].shape[1] for k in value.sources], value.times
-    own = g.split(channels, 1)[value.sources.index(source)]
+    own = g.split([value.zeros[0], *channels, value.zeros[1]], 1)[1 + value.sources.index(source)]
     return [own[:, :, i::down, j::across] for i, j in product(range(down), range(across))]
 
 

@@ -31,6 +31,7 @@ from marvin.integer.nodes import (
     plain,
     pooling,
     repetition,
+    zeros_around,
 )
 from marvin.integer.sizes import Assumed, Sizes
 from marvin.integer.surroundings import Plain, Surroundings, tensors_of
@@ -484,6 +485,8 @@ class _Search:
     def _take_other(self, node: fx.Node) -> bool:
         if (times := repetition(node, self.module)) is not None:
             return self._concatenate(node, node.all_input_nodes, times)
+        if (zeros := zeros_around(node)) is not None:
+            return self._concatenate(node, node.all_input_nodes, zeros=zeros)
         if len(node.all_input_nodes) == 1 and not plain(node):
             return False
         if node.op == "call_module":
@@ -631,9 +634,13 @@ class _Search:
         return True
 
     def _concatenate(
-        self, node: fx.Node, sources: Sequence[fx.Node], times: tuple[int, int] = (1, 1)
+        self,
+        node: fx.Node,
+        sources: Sequence[fx.Node],
+        times: tuple[int, int] = (1, 1),
+        zeros: tuple[int, int] = (0, 0),
     ) -> bool:
-        """Take values of one chain side by side, or one whose places are repeated."""
+        """Take values of one chain side by side, or one whose places are repeated, or that gets channels of zeros."""
         found = [own for own in map(self._settle, sources) if own is not None]
         if not found:
             return False
@@ -648,7 +655,7 @@ class _Search:
         ]
         if len({*numbers}) < len(sources):
             return False
-        chain.values.append(Joined(tuple(numbers), times))
+        chain.values.append(Joined(tuple(numbers), times, zeros=zeros))
         chain.nodes.append(node)
         self._join(node, _Made(chain, len(chain.values) - 1))
         return True

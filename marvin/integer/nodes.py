@@ -34,6 +34,7 @@ __all__ = [
     "plain",
     "pooling",
     "repetition",
+    "zeros_around",
 ]
 
 _CURVES: dict[object, str] = {
@@ -209,6 +210,8 @@ def pooling(node: fx.Node, module: nn.Module) -> Pooled | None:
         return None
     if node.op == "call_module":
         return _of_module(module.get_submodule(str(node.target))) if plain(node) else None
+    if node.target is operator.getitem:
+        return _every(node.args[1])
     args = node.args[1:]
     options = {name: value for name, value in node.kwargs.items() if name != "input"}
     if any(isinstance(value, fx.Node) for value in (*args, *options.values())):
@@ -235,8 +238,23 @@ def _of_module(own: nn.Module) -> Pooled | None:
         return None
     pairs = own.kernel_size, own.stride or own.kernel_size, own.padding
     kernel, stride, padding = map(_pair, pairs)
-    is_mean = type(own) is nn.AvgPool2d
+    is_mean = type(own) is nn.AvgPool2d and kernel != (1, 1)
     return Pooled(INPUT, kernel, Window(stride, padding), is_mean=is_mean) if fits else None
+
+
+def _every(index: object) -> Pooled | None:
+    """Return what takes every so manieth row and column, ``x[:, :, ::2, ::2]``: windows of one place."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if (left := 4 - len(parts) + parts.count(...)) >= 0 and parts.count(...) == 1:
+        i = parts.index(...)
+        parts = *parts[:i], *[slice(None)] * left, *parts[i + 1 :]
+    if len(parts) != 4 or not all(isinstance(own, slice) for own in parts):
+        return None
+    begin, end, steps = zip(*((own.start, own.stop, own.step or 1) for own in parts), strict=True)
+    is_whole = set(begin) <= {None, 0} and set(end) == {None}
+    if not is_whole or steps[:2] != (1, 1) or not all(isinstance(n, int) for n in steps[2:]):
+        return None
+    return Pooled(INPUT, (1, 1), Window((steps[2], steps[3])))
 
 
 def _of_all(is_flat: bool = False) -> Pooled:
@@ -260,6 +278,20 @@ def concatenation(node: fx.Node) -> list[fx.Node] | None:
         return None
     nodes = [own for own in tensors if isinstance(own, fx.Node)]
     return nodes if len(nodes) == len(tensors) else None
+
+
+def zeros_around(node: fx.Node) -> tuple[int, int] | None:
+    """Return how many channels of zeros a node puts before and behind those of an image, if that is what it does."""
+    if node.target is not F.pad or len(node.all_input_nodes) != 1:
+        return None
+    given = dict(zip(("input", "pad", "mode", "value"), node.args, strict=False)) | node.kwargs
+    sides = given.get("pad")
+    if given.get("mode") != "constant" or given.get("value") not in (None, 0):
+        return None
+    if not isinstance(sides, tuple | list) or len(sides) != 6 or any(sides[:4]):
+        return None
+    before, behind = sides[4:]
+    return (before, behind) if min(before, behind) >= 0 else None
 
 
 def repetition(node: fx.Node, module: nn.Module) -> tuple[int, int] | None:

@@ -353,6 +353,29 @@ def repeated(width=8, times=(2, 2), eps=1e-5):
     return Segment(layers, values)
 
 
+def surrounded(width=8, eps=1e-5, zeros=(4, 4)):
+    """As ResNets of CIFAR: every second place and channels of zeros are added; two values among zeros, and their batch norm."""
+    wide = width + sum(zeros)
+    layers = (
+        layer(INPUT, width, 3, eps=eps),
+        layer(0, wide, width, window=STRIDED, eps=eps),
+        layer(3, wide, wide, eps=eps),
+        layer(5, width, width + wide + 5, size=1, window=Window(), eps=None),
+        Norm(5, width + wide + 5, 1e-5),
+    )
+    values = (
+        Value(0, relu=True),
+        Pooled(0, (1, 1), Window((2, 2))),
+        Joined((1,), zeros=zeros),
+        Value(1, other_value=2, relu=True),
+        Value(2, relu=True),
+        Joined((1, 4), zeros=(3, 2)),
+        Value(3, is_output=True),
+        Value(4, relu=True, is_output=True),
+    )
+    return Segment(layers, values)
+
+
 def narrowed(segment, bits):
     """The same with formats of so many bits, over the same range."""
 
@@ -421,6 +444,9 @@ SEGMENTS = {
     "dense wide": (dense(64, 32, 2), 20, (4, 4)),
     "repeated": (repeated(), 3, (8, 12)),
     "repeated odd": (repeated(5, (1, 3), None), 2, (5, 9)),
+    "surrounded": (surrounded(), 3, (8, 12)),
+    "surrounded odd": (surrounded(5, None, (0, 3)), 2, (9, 7)),
+    "surrounded wide": (surrounded(32, zeros=(16, 16)), 3, (16, 16)),
     "seven bits": (narrowed(residual(16), 7), 3, (8, 8)),
     "five bits": (narrowed(residual(20, inputs=20), 5), 3, (9, 7)),
     "five bits by place": (narrowed(residual(16, inputs=4), 5), 20, (4, 4)),
@@ -892,7 +918,10 @@ def values_in_float64(segment, kept, leaves, source):
             values[i] = values[value.source] * values[value.gate]
             continue
         if isinstance(value, Joined):
-            whole = torch.cat([values[k] for k in value.sources], 1)
+            before, behind = value.zeros
+            whole = F.pad(
+                torch.cat([values[k] for k in value.sources], 1), (0, 0, 0, 0, before, behind)
+            )
             values[i] = F.interpolate(whole, scale_factor=value.times)
             continue
         terms = [*map(term, value.layers), *(values[k] for k in value.values)]

@@ -27,7 +27,14 @@ from marvin.integer import chain_run, convert, report, revert
 from marvin.integer.formats import why_no_kernel
 from marvin.integer.fusion import Fused
 from marvin.integer.graph import Traced, trace
-from marvin.integer.nodes import concatenation, curve_of, flattening, pooling, repetition
+from marvin.integer.nodes import (
+    concatenation,
+    curve_of,
+    flattening,
+    pooling,
+    repetition,
+    zeros_around,
+)
 from marvin.model_formats import encode_formats
 from marvin.policies.observer import Observer, inputs_of
 from marvin.rounder import channels_of, formats_of
@@ -1924,7 +1931,15 @@ def segmenting():
     return nn.Sequential(networks.Level(3, 8, below), *last)
 
 
+def padded():
+    """As the ResNets of the paper for CIFAR: a short-cut without weights."""
+    stem = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(40, 4)
+    return nn.Sequential(*stem, networks.Padded(16, 40), *head)
+
+
 JOINING = {
+    "padded": padded,
     "before": before_convolutions,
     "dense": dense,
     "all before": AllBefore,
@@ -2010,6 +2025,54 @@ def test_infinity_before_batch_norm_is_seen():
 def test_calls_that_join_channels(call, joins):
     nodes = [*fx.symbolic_trace(call).graph.nodes]
     assert concatenation(nodes[-2]) == (nodes[:2] if joins else None)
+
+
+@pytest.mark.parametrize(
+    ("call", "zeros"),
+    [
+        (lambda x: F.pad(x, (0, 0, 0, 0, 4, 8)), (4, 8)),
+        (lambda x: F.pad(x, [0, 0, 0, 0, 0, 1], "constant", 0), (0, 1)),
+        (lambda x: F.pad(x, pad=(0, 0, 0, 0, 2, 0), value=0.0), (2, 0)),
+        (lambda x: F.pad(x, (0, 0, 0, 0, 2, 0), value=1.0), None),
+        (lambda x: F.pad(x, (0, 1, 0, 0, 2, 0)), None),
+        (lambda x: F.pad(x, (0, 0, 0, 0, -1, 2)), None),
+        (lambda x: F.pad(x, (1, 1)), None),
+        (lambda x: F.pad(x, (0, 0, 0, 0, 1, 1, 0, 0)), None),
+        (lambda x: F.pad(x, (0, 0, 0, 0, 1, 1), "replicate"), None),
+    ],
+)
+def test_calls_that_put_channels_of_zeros_around(call, zeros):
+    nodes = [*fx.symbolic_trace(call).graph.nodes]
+    assert zeros_around(nodes[1]) == zeros
+
+
+@pytest.mark.parametrize(
+    ("call", "stride"),
+    [
+        (lambda x: x[:, :, ::2, ::2], (2, 2)),
+        (lambda x: x[..., ::3, ::1], (3, 1)),
+        (lambda x: x[:, :, 0::2, :], (2, 1)),
+        (lambda x: x[:, ..., ::2], (1, 2)),
+        (lambda x: F.avg_pool2d(x, 1, 2), (2, 2)),
+        (lambda x: x[:, :, 1::2, ::2], None),
+        (lambda x: x[:, :, :8:2, ::2], None),
+        (lambda x: x[:, ::2, :, ::2], None),
+        (lambda x: x[::2], None),
+        (lambda x: x[:, :, ::2], None),
+        (lambda x: x[:, :, 0, ::2], None),
+        (lambda x: x[:, :, None, ::2], None),
+        (lambda x: x[0], None),
+    ],
+)
+def test_calls_that_take_every_second_place(call, stride):
+    nodes = [*fx.symbolic_trace(call).graph.nodes]
+    found = pooling(nodes[1], nn.Module())
+    if stride is None:
+        assert found is None
+        return
+    assert found == Pooled(INPUT, (1, 1), Window(stride))
+    x = torch.randn(2, 3, 9, 8)
+    same(call(x), F.max_pool2d(x, 1, stride))
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,13 @@ def segmenting():
     return nn.Sequential(networks.Level(3, 8, below), *last)
 
 
+def padded():
+    stem = nn.Conv2d(3, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(), networks.Padded(16, 40)
+    return nn.Sequential(*stem, nn.MaxPool2d(5), nn.Flatten(), nn.Linear(40, 4))
+
+
 MODELS = {
+    "padded": padded,
     "bare": bare,
     "relu6": lambda: Parts(F.relu6),
     "relu": lambda: Parts(nn.ReLU(inplace=True)),

@@ -29,7 +29,7 @@ from marvin.export.graph.nodes import (
     check_network,
 )
 from marvin.export.graph.transformers import Constant, Embedding, MatMul, Norm, Softmax
-from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
+from marvin.export.graph.views import Concat, Pad, Reshape, Slice, Transpose
 
 __all__ = ["encode_input", "run", "run_all", "run_heads"]
 
@@ -194,6 +194,10 @@ def _slice(op: Slice, x: _Parts) -> Codes:
     return x[0][(*(slice(None),) * (op.axis + 1), slice(op.start, op.stop, op.step))]
 
 
+def _pad(op: Pad, x: _Parts) -> Codes:
+    return np.pad(x[0], [(0, 0), *zip(op.before, op.behind, strict=True)])
+
+
 def _concat(op: Concat, *parts: _Parts) -> Codes:
     fl = max(at_fl for _, at_fl in parts)
     return np.concatenate([align(codes, fl - at_fl) for codes, at_fl in parts], op.axis + 1)
@@ -227,6 +231,7 @@ _COMPUTE: dict[type, Callable[..., Codes]] = {
     Reshape: _reshape,
     Transpose: _transpose,
     Slice: _slice,
+    Pad: _pad,
     Concat: _concat,
     Clip: _clip,
     Mul: _mul,

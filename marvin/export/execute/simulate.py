@@ -24,7 +24,7 @@ from marvin.export.graph.nodes import (
     Round,
     Weighted,
 )
-from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
+from marvin.export.graph.views import Concat, Pad, Reshape, Slice, Transpose
 
 __all__ = ["apply", "mean", "products", "simulate"]
 
@@ -121,6 +121,11 @@ def _concat(op: Concat, *parts: Tensor) -> Tensor:
     return torch.cat([x.expand(samples, *x.shape[1:]) for x in parts], op.axis + 1)
 
 
+def _pad(op: Pad, x: Tensor) -> Tensor:
+    pairs = zip(reversed(op.before), reversed(op.behind), strict=True)
+    return F.pad(x, [n for pair in pairs for n in pair])
+
+
 def _slice(op: Slice, x: Tensor) -> Tensor:
     index = (slice(None),) * (op.axis + 1)
     return x[(*index, slice(op.start, op.stop, op.step))]
@@ -140,6 +145,7 @@ _APPLY: dict[type, Callable[..., Tensor]] = {
     Reshape: lambda op, x: x.reshape(len(x), *op.shape),
     Transpose: lambda op, x: x.permute(0, *(i + 1 for i in op.order)),
     Slice: _slice,
+    Pad: _pad,
     Concat: _concat,
     Clip: _clip,
     Mul: lambda _op, x, y: x * y,

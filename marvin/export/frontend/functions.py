@@ -70,6 +70,11 @@ def _avg_pool(kind: type[nn.Module]) -> Callable[..., nn.Module]:
     return make
 
 
+def _pad(pad: _Sides, mode: str = "constant", value: float | None = None) -> nn.Module | None:
+    kind = {2: nn.ConstantPad1d, 4: nn.ConstantPad2d, 6: nn.ConstantPad3d}.get(len(pad))
+    return kind(tuple(pad), value or 0) if kind and mode == "constant" else None
+
+
 _FAR = 3e38  # of a bound that is not there
 
 
@@ -102,6 +107,7 @@ _LAYERS: list[tuple[Sequence[object], Callable[..., nn.Module | None]]] = [
     ((F.adaptive_avg_pool1d, torch.adaptive_avg_pool1d), nn.AdaptiveAvgPool1d),
     ((F.adaptive_max_pool2d,), _adaptive_max_pool(nn.AdaptiveMaxPool2d)),
     ((F.adaptive_max_pool1d,), _adaptive_max_pool(nn.AdaptiveMaxPool1d)),
+    ((F.pad,), _pad),
     ((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout), _dropout),
     (("detach", "float", torch.detach), nn.Identity),
 ]  # fmt: skip

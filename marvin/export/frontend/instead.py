@@ -10,7 +10,7 @@ _DECODER = "decoders have no integers yet: use encoders"
 _RECURRENT = "use Conv1d or attention over the sequence"
 _SIDES = "use one or two dimensions: flatten one of three into channels"
 _REPEAT = "repeat columns by torch.cat([x[..., None]] * 2, -1).flatten(-2), rows likewise"
-_PAD = "use padding= of the layer behind it"
+_PAD = "put zeros around it: F.pad(x, sides) or padding= of the layer behind it"
 _MODULE = "use the module, such as nn.Linear or nn.Conv2d: its weight has a format"
 _MAX = "use nn.AdaptiveMaxPool2d(1), or max pooling in one dimension"
 _VIEWS = "use view, permute and flatten"
@@ -34,8 +34,9 @@ _LAYERS: dict[type[nn.Module], str] = {
     nn.Conv3d: _SIDES,
     nn.Upsample: _REPEAT,
     nn.PixelShuffle: _VIEWS,
-    nn.ZeroPad2d: _PAD,
-    nn.ConstantPad2d: _PAD,
+    nn.ReflectionPad2d: _PAD,
+    nn.ReplicationPad2d: _PAD,
+    nn.CircularPad2d: _PAD,
     nn.GLU: _GATE,
 }
 _CALLS = {
@@ -60,6 +61,8 @@ _CALLS = {
     "glu": _GATE,
     "stack": "use torch.cat of values with a dimension more: x[:, None]",
     "pad": _PAD,
+    "zeros_like": "write F.pad(x, sides), which puts zeros around x",
+    "new_zeros": "write F.pad(x, sides), which puts zeros around x",
     "linear": _MODULE,
     "conv1d": _MODULE,
     "conv2d": _MODULE,

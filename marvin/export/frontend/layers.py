@@ -25,7 +25,7 @@ from marvin.export.graph.nodes import (
     Relu,
     Weighted,
 )
-from marvin.export.graph.views import Reshape, Transpose
+from marvin.export.graph.views import Pad, Reshape, Transpose
 from marvin.export.passes.batch_norm import fixed_norm, spare_of
 from marvin.export.passes.biases import float_bias, spare_bits
 
@@ -337,6 +337,26 @@ def reshape(builder: Builder, name: str, source: str, shape: tuple[int, ...]) ->
     return builder.keep(name, source, lambda n, x, _fmt: Reshape(n, (x,), shape))
 
 
+def _zeros_around(
+    builder: Builder, name: str, module: str, m: nn.ConstantPad2d, source: str
+) -> str:
+    sides, shape = [int(n) for n in m.padding], builder.shape(source)
+    before, behind = (
+        sides[-2::-2],
+        sides[-1::-2],
+    )  # of the last dimensions, of which torch begins with the last
+    left = [0] * (len(shape) - len(before))
+    if m.value or min(sides) < 0 or len(before) > len(shape):
+        raise ExportError(
+            f"{module}: zeros can be put around a sample of {len(shape)} dimensions, got {m}: use value=0, take "
+            "a part of it by an index, x[:, :, 1:], and leave the batch alone"
+        )
+    if not any(sides):
+        return source
+    ends = (*left, *before), (*left, *behind)
+    return builder.keep(name, source, lambda n, x, _fmt: Pad(n, (x,), *ends))
+
+
 def _nothing(_builder: Builder, _name: str, _module: str, _m: nn.Module, source: str) -> str:
     return source
 
@@ -361,6 +381,11 @@ MODULES: dict[type[nn.Module], Callable[..., str]] = {
     nn.AdaptiveAvgPool2d: _adaptive_pool,
     nn.AdaptiveMaxPool1d: _adaptive_max_pool,
     nn.AdaptiveMaxPool2d: _adaptive_max_pool,
+    nn.ZeroPad1d: _zeros_around,
+    nn.ZeroPad2d: _zeros_around,
+    nn.ConstantPad1d: _zeros_around,
+    nn.ConstantPad2d: _zeros_around,
+    nn.ConstantPad3d: _zeros_around,
     nn.Flatten: _flatten,
     nn.Unflatten: _unflatten,
     **dict.fromkeys(SAME, _nothing),

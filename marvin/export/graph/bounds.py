@@ -28,7 +28,7 @@ from marvin.export.graph.nodes import (
     Weighted,
 )
 from marvin.export.graph.transformers import Constant, Embedding, MatMul, Norm, Softmax
-from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
+from marvin.export.graph.views import Concat, Pad, Reshape, Slice, Transpose
 
 __all__ = ["first_value", "shape_of", "value_of"]
 
@@ -173,6 +173,12 @@ def _moved(_op: Operation, shape: tuple[int, ...], x: Value) -> Value:
     return Value(shape, x.fl, x.low, x.high, max(abs(x.low), abs(x.high)))
 
 
+def _pad(op: Pad, shape: tuple[int, ...], x: Value) -> Value:
+    if not len(op.before) == len(op.behind) == len(x.shape):
+        raise ValueError(f"{op.name} must pad {len(x.shape)} dimensions")
+    return _moved(op, shape, replace(x, low=min(x.low, 0), high=max(x.high, 0)))
+
+
 def _concat(_op: Concat, shape: tuple[int, ...], *parts: Value) -> Value:
     fl = max(x.fl for x in parts)
     low, high = min(x.low << fl - x.fl for x in parts), max(x.high << fl - x.fl for x in parts)
@@ -262,6 +268,7 @@ _VALUES: dict[type, Callable[..., Any]] = {
     Reshape: _moved,
     Transpose: _moved,
     Slice: _moved,
+    Pad: _pad,
     Concat: _concat,
     Clip: _clip,
     Mul: _mul,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.graph.nodes import Flatten, MaxPool, Operation, Relu
-from marvin.export.graph.views import Reshape, Slice, Transpose
+from marvin.export.graph.views import Pad, Reshape, Slice, Transpose
 
 __all__ = ["KEEP_ORDER", "Clip", "Mul", "Table"]
 
@@ -53,5 +53,5 @@ class Table(Operation):
     function: str
 
 
-KEEP_ORDER = (Relu, Clip, MaxPool, Flatten, Reshape, Transpose, Slice)
+KEEP_ORDER = (Relu, Clip, MaxPool, Flatten, Reshape, Transpose, Slice, Pad)
 """Operations that keep the order of numbers: rounding before them or behind them is the same."""

@@ -1,10 +1,10 @@
-"""Operations that move codes and change none: shapes, orders, parts, and values side by side."""
+"""Operations that move codes and change none: shapes, orders, parts, zeros around, and values side by side."""
 
 from dataclasses import dataclass
 
 from marvin.export.graph.nodes import Operation
 
-__all__ = ["Concat", "Reshape", "Slice", "Transpose"]
+__all__ = ["Concat", "Pad", "Reshape", "Slice", "Transpose"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +45,19 @@ class Slice(Operation):
     start: int
     stop: int
     step: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Pad(Operation):
+    """Zeros around a value.
+
+    Args:
+        before: How many come before each dimension of one sample.
+        behind: How many come behind each.
+    """
+
+    before: tuple[int, ...]
+    behind: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,11 +5,11 @@ from dataclasses import replace
 from fixedpoint_kernels import FixedPoint
 from marvin.export.graph.bounds import value_of
 from marvin.export.graph.nodes import Flatten, MaxPool, Network, Operation, Relu, Round, Value
-from marvin.export.graph.views import Reshape, Slice, Transpose
+from marvin.export.graph.views import Pad, Reshape, Slice, Transpose
 
 __all__ = ["round_early"]
 
-_MONOTONE = MaxPool, Flatten, Reshape, Slice, Transpose
+_MONOTONE = MaxPool, Flatten, Reshape, Slice, Transpose, Pad
 
 
 def round_early(network: Network) -> Network:

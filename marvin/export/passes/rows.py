@@ -1,8 +1,11 @@
-"""Numbers of norms of rows and of softmax, for codes of any length: with them everything fits in 63 bits."""
+"""Numbers that depend on how many fractional bits a source has: of norms of rows, softmax, bounds and tables."""
 
 from dataclasses import replace
 from fractions import Fraction
 
+import torch
+
+from marvin.export.graph.functions import Clip, Table
 from marvin.export.graph.nodes import Operation, Value
 from marvin.export.graph.transformers import Norm, Softmax
 
@@ -14,7 +17,7 @@ _PRECISION = 10
 
 
 def root_numbers(x: Value, eps: float | Fraction) -> dict[str, int]:
-    """Return ``shift``, ``precision``, ``epsilon`` and ``source_fl`` of a norm.
+    """Return ``shift``, ``precision``, ``epsilon`` and ``source_fl`` of a norm, with which everything fits in 63 bits.
 
     Args:
         x: What it takes.
@@ -39,14 +42,23 @@ def root_numbers(x: Value, eps: float | Fraction) -> dict[str, int]:
 
 
 def refitted(op: Operation, x: Value) -> Operation:
-    """Return a norm or softmax for a source that has got another ``fl``; others stay.
+    """Return an operation for a source that has got another ``fl``.
+
+    Bounds become the nearest codes; a table has, for each code, what it had for the nearest one before.
 
     Args:
         op: As it was for the source before.
         x: The value that it takes now.
     """
-    if not isinstance(op, Norm | Softmax) or op.source_fl == x.fl:
+    if not isinstance(op, Norm | Softmax | Clip | Table) or op.source_fl == x.fl:
         return op
+    if isinstance(op, Clip | Table):
+        step = Fraction(2) ** (op.source_fl - x.fl)  # codes before in one of now
+        if isinstance(op, Clip):
+            return replace(op, low=round(op.low / step), high=round(op.high / step), source_fl=x.fl)
+        places = torch.tensor([round(code * step) - op.low for code in range(x.low, x.high + 1)])
+        codes = op.codes[places.clamp(0, len(op.codes) - 1)]
+        return replace(op, codes=codes, low=x.low, source_fl=x.fl)
     if isinstance(op, Norm):
         n = len(op.gain)
         eps = Fraction(op.epsilon, n * n) / Fraction(4) ** (op.source_fl - op.shift)

@@ -28,6 +28,8 @@ _MOST_CODES = 2**26  # of one value: what a reader must be able to hold
 _LARGEST = 2**31
 _FROM_0 = (
     "padding",
+    "before",
+    "behind",
     "axis",
     "fl",
     "start",

@@ -33,7 +33,7 @@ from marvin.export.graph.nodes import (
     Relu,
     Round,
 )
-from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
+from marvin.export.graph.views import Concat, Pad, Reshape, Slice, Transpose
 from marvin.export.targets.c import compiler
 from marvin.export.targets.c.memory import Buffer, plan
 from marvin.export.targets.c.proof import prove, report
@@ -541,6 +541,29 @@ def test_channels_are_put_together_and_taken_apart(tmp_path):
         Concat("rows", ("d", "d"), 1),
     )
     assert_same(network, 8 * torch.randn(9, 4, 5, 3), tmp_path)
+
+
+@needs_gcc
+def test_zeros_are_put_around_values(tmp_path):
+    """In any order of memory, on any side; what is above 0 has zeros around it too."""
+    network = network_of(
+        (4, 5, 3),
+        conv("a", "in", codes(6, 4, 3, 3), padding=(1, 1)),
+        Pad("image", ("a",), (0, 2, 0), (0, 0, 1)),
+        Round("r", ("image",), FixedPoint(8, 1)),
+        conv("b", "r", codes(2, 6, 3, 2)),
+        Pad("channels", ("b",), (3, 0, 0), (1, 0, 0)),
+        Clip("above", ("in",), 3, 40, 4),
+        Pad("all", ("above",), (1, 1, 1), (0, 2, 0)),
+        Transpose("turned", ("all",), (1, 2, 0)),
+        Pad("one", ("turned",), (0, 0, 2), (0, 0, 0)),
+    )
+    network = replace(network, heads=(("channels", "channels"), ("one", "one")))
+    x = 8 * torch.randn(9, 4, 5, 3)
+    assert_same(network, x, tmp_path)
+    found = integer.run_all(network, x)
+    assert found["above"].min() == 3
+    assert found["one"].min() == 0
 
 
 @needs_gcc

@@ -161,6 +161,23 @@ def bounded():
     return Net(forward, conv=nn.Conv2d(2, 4, 3), mid=nn.Conv2d(4, 4, 1), fc=nn.Linear(16, 3))
 
 
+def padded():
+    """A short-cut as in ResNets of CIFAR; zeros on two sides of four; bounds above 0 of what has zeros around it."""
+
+    def forward(m, x):
+        x = F.relu(m.conv(F.pad(x, (0, 1, 0, 1))))
+        y = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 1, 2), "constant", 0) + m.down(x)
+        y = F.pad(m.zeros(F.relu(y)).clamp(0.25, 2.0), (2, 0))
+        return m.fc(F.pad(m.last(y).mean((2, 3)), [1, 0]))
+
+    layers = {
+        "conv": nn.Conv2d(2, 4, 2),
+        "down": nn.Conv2d(4, 7, 3, 2, 1),
+        "last": nn.Conv2d(7, 4, 2),
+    }
+    return Net(forward, **layers, zeros=nn.ZeroPad2d((1, 0, 0, 1)), fc=nn.Linear(5, 3))
+
+
 NETS = {
     "an MLP on images": (mlp, (2, 4, 4)),
     "a layer alone": (lambda: nn.Linear(6, 3), (6,)),
@@ -171,6 +188,7 @@ NETS = {
     "channels shuffled": (shuffled, (2, 4, 4)),
     "values side by side": (beside, (2, 4, 4)),
     "bounds": (bounded, (2, 4, 4)),
+    "zeros around": (padded, (2, 4, 4)),
 }
 
 

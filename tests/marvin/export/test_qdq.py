@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import marvin
@@ -75,16 +76,18 @@ def test_formats_by_channel(channelled):
 
 
 class Parts(nn.Module):
-    """What ONNX Runtime moves nodes across: a mean, shapes, parts, two outputs."""
+    """What ONNX Runtime moves nodes across: a mean, shapes, parts, zeros around, two outputs."""
 
     def __init__(self):
         super().__init__()
         self.conv, self.gate, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Linear(8, 4)
+        self.again = nn.Conv2d(9, 2, 2)
 
     def forward(self, x):
         x = torch.relu(self.conv(x))
         x = torch.cat([x[:, ::2], x[:, 1::2]], 1) * torch.sigmoid(self.gate(x))
-        return self.last(x.mean((2, 3))), x.flatten(2).transpose(1, 2)
+        around = self.again(F.pad(x, (1, 0, 0, 2, 0, 1)))
+        return self.last(x.mean((2, 3))), x.flatten(2).transpose(1, 2), around
 
 
 @pytest.mark.parametrize("name", ["VGG", "DenseNet"])

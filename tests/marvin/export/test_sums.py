@@ -5,6 +5,7 @@ from fixedpoint_kernels import FixedPoint
 from marvin.export import ExportError, compare, integer, round_sums
 from marvin.export.execute.simulate import simulate
 from marvin.export.graph.bounds import first_value, value_of
+from marvin.export.graph.functions import Clip, Table
 from marvin.export.graph.nodes import Add, Conv, Input, Network, Round
 from marvin.export.passes import round_sums as rounding
 from marvin.export.passes.round_sums import sum_formats
@@ -86,6 +87,36 @@ def test_a_term_has_the_format_of_a_layer_that_moves_it_less(largest, fl):
     rounded = round_sums(Network(operations, values, "trained"), x)
     assert rounded.formats()["in.term"] == FixedPoint(8, fl)
     assert rounded.operation("layer.in").inputs == ("in.term",)
+
+
+@pytest.mark.parametrize("wl", [2, 3, 4, 8])
+def test_what_is_behind_a_sum_has_its_binary_point(wl):
+    """Bounds, and tables: against the function of what the sum is after its terms were rounded."""
+    short, low, high = FixedPoint(6, 3), -5.0, 6.0
+    table = ((torch.arange(-128, 128) / 16) ** 2).mul(4).round().long()
+    operations = (
+        Input("x", (), (2, 8, 8)),
+        Round("a", ("x",), short),
+        Round("b", ("x",), FixedPoint(6, 4)),
+        Add("y", ("a", "b")),
+        Clip("clip", ("y",), int(low * 16), int(high * 16), 4),
+        Table("table", ("y",), table, -128, 4, FixedPoint(10, 2), "squares"),
+    )
+    values = {op.name: first_value(op, (2, 8, 8)) for op in operations[1:3]}
+    for op in operations[3:]:
+        values[op.name] = value_of(op, [values[name] for name in op.inputs])
+    heads = ("clip", "clip"), ("table", "table")
+    x = 2 * torch.randn(3, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+    rounded = round_sums(Network(operations, values, "trained", heads), x, wl)
+    found = integer.run_all(rounded, x)
+    fl = rounded.values["y"].fl
+    assert (fl == 4) == (wl == 8)
+    y = torch.from_numpy(found["y"]).double() * 2.0**-fl
+    clipped = torch.from_numpy(found["clip"]).double() * 2.0**-fl
+    bounds = [round(bound * 2**fl) * 2.0**-fl for bound in (low, high)]
+    assert torch.equal(clipped, y.clamp(*bounds))
+    squares = torch.from_numpy(found["table"]).double() / 4
+    assert torch.equal(squares, (y.clamp(-8, 7.9375) ** 2 * 4).round() / 4)
 
 
 def test_the_reference_and_the_report_have_the_roundings(ranged):

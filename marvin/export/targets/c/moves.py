@@ -1,13 +1,14 @@
-"""Codes that go elsewhere in memory: parts, orders, values one behind the other."""
+"""Codes that go elsewhere in memory: parts, orders, zeros around, values one behind the other."""
 
 from collections.abc import Mapping
+from math import prod
 
 import numpy as np
 
 from marvin.export.errors import ExportError
 from marvin.export.execute.arithmetic import Codes
 from marvin.export.graph.nodes import Operation
-from marvin.export.graph.views import Concat, Slice, Transpose
+from marvin.export.graph.views import Concat, Pad, Slice, Transpose
 from marvin.export.targets.c.expand import Expand
 from marvin.export.targets.c.values import (
     Function,
@@ -21,6 +22,8 @@ from marvin.export.targets.c.words import computing, literal, loop, storing
 
 __all__ = ["is_known", "write_copy", "write_move"]
 
+_ZERO = -1  # the place of what is in no source
+
 
 def write_move(
     name: str,
@@ -32,7 +35,7 @@ def write_move(
 
     Args:
         name: Of the function.
-        op: ``Concat``, ``Expand``, ``Slice`` or ``Transpose``; None where the order alone changes.
+        op: ``Concat``, ``Expand``, ``Pad``, ``Slice`` or ``Transpose``; None where the order alone changes.
         sources: What it takes, by name.
         result: Shape, order and ``fl`` of what it gives.
 
@@ -43,12 +46,15 @@ def write_move(
     shifts = [fl - x.fl for x in sources.values()]
     low = min(x.low << shift for x, shift in zip(sources.values(), shifts, strict=True))
     high = max(x.high << shift for x, shift in zip(sources.values(), shifts, strict=True))
+    lines: list[str] = []
+    if isinstance(op, Pad):
+        low, high = min(low, 0), max(high, 0)
+        lines = [f"{loop('k0', prod(shape))} {{", "y0[k0] = 0;", "}"]
     word = storing(low, high)
     places = _moved(op, sources).reshape(-1)
     places = places if order is None else places[order]
-    lines: list[str] = []
     ends = np.cumsum([x.count for x in sources.values()])
-    own = np.searchsorted(ends, places, "right")
+    own = np.where(places == _ZERO, len(ends), np.searchsorted(ends, places, "right"))
     parameters = []
     for i, (x, shift) in enumerate(zip(sources.values(), shifts, strict=True)):
         parameters.append(f"const {x.word} *restrict x{i}")
@@ -97,6 +103,9 @@ def _moved(op: Operation | None, sources: Mapping[str, Stored]) -> Codes:
         return places.transpose(op.order)
     if isinstance(op, Expand):
         return np.broadcast_to(places, op.shape)
+    if isinstance(op, Pad):
+        widths = [*zip(op.before, op.behind, strict=True)]
+        return np.pad(places, widths, constant_values=_ZERO)
     if isinstance(op, Slice):
         return places[(*(slice(None),) * op.axis, slice(op.start, op.stop, op.step))]
     return places

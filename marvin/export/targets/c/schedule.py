@@ -20,13 +20,13 @@ from marvin.export.graph.nodes import (
     Round,
 )
 from marvin.export.graph.transformers import Embedding, MatMul, Norm, Softmax
-from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
+from marvin.export.graph.views import Concat, Pad, Reshape, Slice, Transpose
 from marvin.export.targets.c.expand import Expand, is_by_channel
 from marvin.export.targets.c.values import same_order, transposed
 
 __all__ = ["ROWS", "Step", "input_of", "orders_of", "schedule"]
 
-_MOVES = Concat, Expand, Slice, Transpose
+_MOVES = Concat, Expand, Pad, Slice, Transpose
 ROWS = Embedding, MatMul, Norm, Softmax
 """Layers whose values lie as the network has them, row behind row."""
 _HEADS = Conv, Linear, MaxPool, AveragePool, *ROWS

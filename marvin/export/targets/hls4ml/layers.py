@@ -8,6 +8,7 @@ import numpy as np
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError
+from marvin.export.graph.functions import Clip, Table
 from marvin.export.graph.nodes import (
     Add,
     Affine,
@@ -22,7 +23,6 @@ from marvin.export.graph.nodes import (
     Round,
     Value,
 )
-from marvin.export.graph.transformers import Constant, Embedding, MatMul, Norm, Softmax
 
 __all__ = ["LAYERS", "channels_last", "check", "exact", "rounding"]
 
@@ -201,9 +201,10 @@ def check(op: Operation) -> None:
     """
     if type(op) not in LAYERS:
         kind = getattr(op, "function", type(op).__name__)
-        is_row = isinstance(op, Constant | Embedding | MatMul | Norm | Softmax)
-        other = "use ReLU and max pooling, or export it to c, onnx or packed"
-        instead = "export it to c, onnx or packed" if is_row else other
+        others = "export it to c, onnx or packed"
+        instead = (
+            f"use ReLU and max pooling, or {others}" if isinstance(op, Clip | Table) else others
+        )
         raise ExportError(f"{op.name}: {kind} is not written for hls4ml: {instead}")
     kernel = op.weight.shape[2:] if isinstance(op, Conv) else getattr(op, "kernel", (1, 1))
     if len(kernel) != 2:

@@ -29,7 +29,7 @@ from marvin.export.graph.nodes import (
     Weighted,
 )
 from marvin.export.graph.transformers import Constant, Embedding, MatMul, Norm, Softmax
-from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
+from marvin.export.graph.views import Concat, Pad, Reshape, Slice, Transpose
 from marvin.export.passes.fold import absorbed
 from marvin.export.targets.onnx.transformers import Integers
 
@@ -289,6 +289,11 @@ class FloatWriter:
         given = [self.graph.constant("index", np.array(end, np.int64)) for end in ends]
         return self.graph.node("Slice", [source, *given], name)
 
+    def padded(self, op: Pad, source: str, name: str, *zero: str) -> str:
+        """Add zeros around what ``source`` holds; ``zero``: what stands for 0 there, if it is another."""
+        sides = np.array([0, *op.before, 0, *op.behind], np.int64)
+        return self.graph.node("Pad", [source, self.graph.constant("sides", sides), *zero], name)
+
     def concat(self, op: Concat) -> str:
         """Add values one behind the other."""
         sources = [self.float(name) for name in op.inputs]
@@ -403,6 +408,7 @@ _WRITE: dict[type, Any] = {
     Reshape: lambda writer, op: writer.moved(op, writer.float(op.inputs[0]), op.name),
     Transpose: lambda writer, op: writer.moved(op, writer.float(op.inputs[0]), op.name),
     Slice: lambda writer, op: writer.moved(op, writer.float(op.inputs[0]), op.name),
+    Pad: lambda writer, op: writer.padded(op, writer.float(op.inputs[0]), op.name),
     Concat: lambda writer, op: writer.concat(op),
     Clip: lambda writer, op: writer.clip(op),
     Table: lambda writer, op: writer.table(op),

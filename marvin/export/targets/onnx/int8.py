@@ -31,7 +31,7 @@ from marvin.export.graph.nodes import (
     Weighted,
 )
 from marvin.export.graph.transformers import Embedding, MatMul, Norm, Softmax
-from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
+from marvin.export.graph.views import Concat, Pad, Reshape, Slice, Transpose
 from marvin.export.passes.fold import Folded, fold
 from marvin.export.targets.onnx.blocks import SIDE, in_blocks
 from marvin.export.targets.onnx.graph import window
@@ -257,9 +257,15 @@ class Int8Writer(Int16Writer):
         table = self.graph.constant(f"{op.name}.table", codes.astype(np.uint8))
         return node("Gather", [table, indices], f"{op.name}.codes")
 
-    def _ordered(self, op: Operation, codes: str, fmt: FixedPoint) -> str:
-        """Add an operation that keeps the order of values, on bytes."""
-        low, high = _range(fmt)
+    def _ordered(
+        self, op: Operation, codes: str, fmt: FixedPoint, bounds: tuple[int, int] | None = None
+    ) -> str:
+        """Add an operation that keeps the order of values, on bytes, which have these bounds."""
+        low, high = bounds or _range(fmt)
+        if isinstance(op, Pad):
+            zero = np.array(self.zero_of(codes, fmt) + min(max(0, low), high), np.uint8)
+            number = self.graph.constant("zero", zero)
+            return self.padded(op, codes, f"{op.name}.codes", number)
         if isinstance(op, Relu):
             return self._clipped(codes, fmt, max(0, low), max(0, high))
         if isinstance(op, Clip):
@@ -294,7 +300,8 @@ class Int8Writer(Int16Writer):
             elif isinstance(op, Clip):
                 codes = self._round(op.inputs[0], fmt, *_within(op, fmt, low, high))
             elif isinstance(op, KEEP_ORDER):
-                codes = self._ordered(op, self._round(op.inputs[0], fmt, low, high), fmt)
+                codes = self._round(op.inputs[0], fmt, low, high)
+                codes = self._ordered(op, codes, fmt, (low, high))
             elif isinstance(op, Concat):
                 parts = [self._round(name, fmt, low, high) for name in op.inputs]
                 codes = self.graph.node("Concat", parts, f"{source}.codes", axis=op.axis + 1)

@@ -3,6 +3,7 @@
 import numpy as np
 
 from marvin.export.graph.nodes import MaxPool, Network, Operation, Round, Weighted
+from marvin.export.graph.views import Pad
 from marvin.export.targets.onnx.graph import container
 from marvin.export.targets.onnx.int16 import Int16Writer
 
@@ -51,6 +52,13 @@ class QdqWriter(Int16Writer):
             return super().moved(op, source, name)
         codes, step = self._codes[source]
         return self._dequantized(super().moved(op, codes, name), step, name)
+
+    def padded(self, op: Pad, source: str, name: str, *zero: str) -> str:
+        """Add zeros around values, or around their codes where there are any; see ``moved``."""
+        if source not in self._codes:
+            return super().padded(op, source, name, *zero)
+        codes, step = self._codes[source]
+        return self._dequantized(super().padded(op, codes, name), step, name)
 
     def max_pool(self, op: MaxPool) -> str:
         """Add max pooling; of codes, with the nodes of its format behind, too, as runtimes expect it.
