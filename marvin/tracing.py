@@ -1,11 +1,13 @@
 """Traces of models by torch.fx that keep operations in place, and name what was called."""
 
+import gc
 import inspect
 import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 from torch import fx, nn
 from torch.fx.proxy import Attribute
@@ -152,6 +154,7 @@ class Tracer(fx.Tracer):
         self.called: dict[str, None] = {"": None}
         self.reads = Reads()
         self._thread = threading.get_ident()
+        self._made: list[ref[fx.Proxy]] = []
 
     def is_here(self) -> bool:
         """Say whether this thread is the one that traces."""
@@ -188,7 +191,15 @@ class Tracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Return what stands for a value while the model's code runs."""
-        return _Proxy(node, self)
+        found = _Proxy(node, self)
+        self._made.append(ref(found))
+        return found
+
+    def are_kept(self) -> bool:
+        """Say whether somebody keeps what stood for a value, after a trace."""
+        if any(own() is not None for own in self._made):
+            gc.collect()  # in a circle, it may wait for that alone
+        return any(own() is not None for own in self._made)
 
 
 def changes_shared(node: fx.Node, module: nn.Module) -> bool:

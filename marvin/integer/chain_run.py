@@ -195,8 +195,8 @@ class ChainRun(nn.Module):
             yield (next(found) if own.name else None), norm
 
     def _takes(self, x: Tensor) -> bool:
-        """Say whether an input has a shape for which the chain is what its layers are, and no NaN."""
-        if x.dim() != 4:
+        """Say whether an input is float32, has images of a shape for which the chain is what its layers are, and no NaN."""
+        if x.dim() != 4 or x.dtype is not torch.float32 or not len(x):
             return False
         # batch norm of infinity is NaN, too
         if not math.isfinite(size_of(x)) if self._has_norm_alone else has_nan(x):
@@ -277,8 +277,8 @@ class ChainRun(nn.Module):
                 continue
             running += [mean, variance]
             own.running, own.momentum = (mean, variance), norm.momentum or 0.0
-            if norm.momentum is None and count is not None:
-                own.momentum = 1 / (int(count) + 1)
+            if norm.momentum is None and count is not None:  # which moves once for each use
+                own.momentum = 1 / (int(count) + sum(other is count for other in batches))
         if batches:
             foreach_add_(batches, 1)
         increment_version(running)

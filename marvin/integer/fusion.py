@@ -23,9 +23,9 @@ from marvin.integer.graph_code import GraphCode
 from marvin.integer.inference_run import InferenceRun
 from marvin.integer.layers import IntegerConv2d, IntegerLinear, is_linear, stock_class, uncompiled
 from marvin.integer.nodes import arguments_of, is_needed
+from marvin.integer.notes import PLAIN, Plain
 from marvin.integer.seen import Seen
 from marvin.integer.sizes import Assumed
-from marvin.integer.surroundings import PLAIN, Plain
 from marvin.integer.token_inference import TokenInference
 from marvin.integer.token_run import TokenRun, put_in
 from marvin.settings import is_traced

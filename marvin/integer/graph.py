@@ -33,8 +33,9 @@ from marvin.integer.nodes import (
     repetition,
     zeros_around,
 )
+from marvin.integer.notes import Plain, is_all_noted
 from marvin.integer.sizes import Assumed, Sizes
-from marvin.integer.surroundings import Plain, Surroundings, tensors_of
+from marvin.integer.surroundings import Surroundings, names_of, tensors_of
 from marvin.integer.token_graph import TokenChain, find
 from marvin.tracing import Reads, Tracer, changes_shared
 
@@ -310,13 +311,11 @@ def trace(
     finally:
         before.restore()
         reason = surroundings.restore()
-    if reason:
+    reads = tuple(own.reads for own in tracers)
+    if reason := reason or _why_not(module, tracers, changed, reads):
         return reason
     if str(graph) != str(again):
         return "its forward does other things at each call"
-    others = [name for name in changed if not _counts_batches(module, name)]
-    if others:
-        return f"its forward changes a buffer or another tensor, {others[0]}"
     drop_assertions(graph)
     tracers[0].sizes.put_in(graph)
     if any(changes_shared(node, module) for node in graph.nodes):
@@ -326,8 +325,29 @@ def trace(
     found = _chains(module, graph, left, infers)
     if not any(found):
         return _NO_CHAINS
-    inner, reads = _inner(graph, tracers[0]), tuple(own.reads for own in tracers)
-    return Traced(graph, *found, inner, tracers[0].sizes.assumed, reads)
+    return Traced(graph, *found, _inner(graph, tracers[0]), tracers[0].sizes.assumed, reads)
+
+
+def _why_not(
+    module: nn.Module, tracers: Sequence[Tracer], changed: Sequence[str], reads: Sequence[Reads]
+) -> str:
+    """Say what else a module's code did that no graph does, but for what it draws and changes; "": nothing."""
+    if any(own.are_kept() for own in tracers):
+        return "its forward keeps values elsewhere, outside of its attributes"
+    if name := _hidden(module, reads):
+        return f"its forward reads {name}, of which not all that may change can be seen"
+    others = [name for name in changed if not _counts_batches(module, name)]
+    return f"its forward changes a buffer or another tensor, {others[0]}" if others else ""
+
+
+def _hidden(module: nn.Module, reads: Sequence[Reads]) -> str:
+    """Name an attribute that code has read and in which something may change unseen; "": there is none."""
+    for name, own in module.named_modules():
+        for key in names_of(own):
+            is_read = any(some.may_have(own, key) for some in reads)
+            if is_read and not is_all_noted(vars(own)[key]):
+                return f"{name}.{key}".lstrip(".")
+    return ""
 
 
 def _chains(
@@ -580,6 +600,8 @@ class _Search:
                 layer.norm = name
                 self._join(node, term)
                 return True
+        if source.op == "placeholder" and not self.infers:
+            return False  # bfloat16 of raw data may lose what batch norm looks for: 290 +- 1 kelvin
         return self._layer(node, source, "", name)
 
     def _relu(self, node: fx.Node, source: fx.Node, ceiling: float | None) -> bool:

@@ -244,7 +244,7 @@ def _of_module(own: nn.Module) -> Pooled | None:
 
 def _every(index: object) -> Pooled | None:
     """Return what takes every so manieth row and column, ``x[:, :, ::2, ::2]``: windows of one place."""
-    parts = index if isinstance(index, tuple) else (index,)
+    parts: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
     if (left := 4 - len(parts) + parts.count(...)) >= 0 and parts.count(...) == 1:
         i = parts.index(...)
         parts = *parts[:i], *[slice(None)] * left, *parts[i + 1 :]
@@ -284,7 +284,8 @@ def zeros_around(node: fx.Node) -> tuple[int, int] | None:
     """Return how many channels of zeros a node puts before and behind those of an image, if that is what it does."""
     if node.target is not F.pad or len(node.all_input_nodes) != 1:
         return None
-    given = dict(zip(("input", "pad", "mode", "value"), node.args, strict=False)) | node.kwargs
+    names = "input", "pad", "mode", "value"
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
     sides = given.get("pad")
     if given.get("mode") != "constant" or given.get("value") not in (None, 0):
         return None

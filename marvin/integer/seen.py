@@ -18,7 +18,8 @@ from marvin.integer.formats import OPTIONS, PREPACKED
 from marvin.integer.graph import Traced
 from marvin.integer.layers import TransposedLinear
 from marvin.integer.nodes import is_known
-from marvin.integer.surroundings import PLAIN, names_of, noted
+from marvin.integer.notes import PLAIN, noted
+from marvin.integer.surroundings import names_of
 
 __all__ = ["Seen", "Tensors"]
 
@@ -77,7 +78,8 @@ class Seen:
             for own, n in others
             if type(own[n]) not in PLAIN and not isinstance(own[n], OtherForward)
         ]
-        self._noted = [noted(own[n]) for own, n in self._others]
+        self._values = [own[n] for own, n in self._others]
+        self._noted = {id(own): (own, noted(own)) for own in self._values}  # many share one
         names = {str(node.target) for node in traced.graph.nodes if node.op == "get_attr"}
         owners = [(name.rpartition(".")[0], name.rpartition(".")[2]) for name in sorted(names)]
         tables = [(table_of(module.get_submodule(own), name), name) for own, name in owners]
@@ -98,10 +100,10 @@ class Seen:
             return False
         for get, own in self._unread:
             get(own)  # else it was deleted, and one of another name may be there
-        if any(
-            noted(own[n]) != before
-            for (own, n), before in zip(self._others, self._noted, strict=True)
-        ):
+        held = [own[n] for own, n in self._others]
+        if not all(map(is_, held, self._values)):
+            return False
+        if any(noted(own) != before for own, before in self._noted.values()):
             return False
         return all(table.get(name) is held for table, name, held in self._tensors)
 

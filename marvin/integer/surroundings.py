@@ -1,10 +1,9 @@
 """What a module's code may read and change besides tensors: its attributes, and random generators."""
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import BuiltinFunctionType, FunctionType
-from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -12,36 +11,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fixedpoint_kernels._torch_private import READ_ONE, TorchDispatchMode, storage_key, tree_leaves
+from marvin.integer.notes import noted
 from marvin.rounder import BUFFER
 
-__all__ = ["PLAIN", "Plain", "Surroundings", "names_of", "noted", "tensors_of"]
-
-PLAIN = bool, int, float, str, type(None)
-"""Classes of values that are compared as they are."""
-Plain = bool | int | float | str | None
-"""What such values are."""
+__all__ = ["Surroundings", "names_of", "tensors_of"]
 
 _OF_TORCH = {*vars(nn.Module())} - {"training"}
 _HOOKS = [
     name for name, own in vars(nn.Module()).items() if isinstance(own, dict) and "hooks" in name
 ]
-_FLAT = *PLAIN, dict, list, tuple, set, torch.dtype, torch.device
-_FUNCTIONS = FunctionType, BuiltinFunctionType, type
+_BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # truths and shapes
 _EXPORTS = Tensor.tolist, Tensor.numpy, Tensor.__array__
-_DEEP, _LONG = 4, 64  # how far into lists, dictionaries and records; how many are looked at
-_LARGE = 2**16  # plain values of a list, and bytes of an array
-
-
-class _Object:
-    """An object that is equal to itself alone."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Object) and other.value is self.value
-
-    __hash__ = object.__hash__
 
 
 def names_of(module: nn.Module) -> list[str]:
@@ -59,49 +39,6 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: x for name, x in found.items() if not x.is_meta}
 
 
-def noted(value: object, depth: int = _DEEP) -> object:
-    """Return what is equal for as long as a value is the same, and what is in it.
-
-    Plain values are what they are, also in lists, tuples, sets and dictionaries that are not long, and in records
-    (objects with such attributes, functions and classes, and no others, such as configurations). Long lists count
-    if plain values are all they have, NumPy's arrays if they are no larger. Of others, which object it is counts.
-
-    Args:
-        value: Of an attribute.
-        depth: How far to look into it.
-    """
-    if type(value) in PLAIN:
-        return value
-    if depth and isinstance(value, dict | list | tuple | set) and len(value) <= _LONG:
-        if isinstance(value, dict):
-            return dict, [(key, noted(own, depth - 1)) for key, own in value.items()]
-        if isinstance(value, set):
-            return set, {*value}
-        return list, [noted(own, depth - 1) for own in value]
-    if _is_long(value):
-        return list, [*value]
-    if isinstance(value, np.ndarray) and value.nbytes <= _LARGE and not value.dtype.hasobject:
-        return np.ndarray, value.shape, value.dtype.str, value.tobytes()
-    if _is_record(value, depth):
-        return _Object(value), [(name, noted(own, depth)) for name, own in vars(value).items()]
-    return _Object(value)
-
-
-def _is_long(value: object) -> TypeGuard[list[Plain] | tuple[Plain, ...]]:
-    """Say whether a value is a list of plain values alone."""
-    if not isinstance(value, list | tuple) or len(value) > _LARGE:
-        return False
-    return all(type(own) in PLAIN for own in value)
-
-
-def _is_record(value: object, depth: int) -> bool:
-    """Say whether a value has attributes, all of them plain, containers, functions or records: a trainer is none."""
-    if not depth or callable(value) or not hasattr(value, "__dict__"):
-        return False
-    found = (own for own in vars(value).values() if not isinstance(own, (*_FLAT, *_FUNCTIONS)))
-    return all(_is_record(own, depth - 1) for own in found)
-
-
 class _Watch(TorchDispatchMode):
     """Notes what code does in this thread: others may do so meanwhile.
 
@@ -110,12 +47,14 @@ class _Watch(TorchDispatchMode):
 
     Attributes:
         has_drawn: Whether it drew random numbers of torch's.
-        has_read: Whether it made a Python number of a value of the model's, or of what was computed from one.
+        generators: Of its own that it drew from, and their states of before.
+        has_read: Whether it made a Python number, or a shape, of values of the model's, or of what was computed from them.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
         self.has_drawn = self.has_read = False
+        self.generators: dict[torch.Generator, Tensor] = {}
         self._own = {storage_key(x) for x in tensors}
         self._held: list[object] = []  # so that no other gets the memory of what was computed
 
@@ -127,10 +66,15 @@ class _Watch(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         tags = func.tags  # pyright: ignore[reportFunctionMemberAccess]: an operator has them
-        self.has_drawn |= torch.Tag.nondeterministic_seeded in tags
+        leaves = tree_leaves((args, kwargs))
+        if torch.Tag.nondeterministic_seeded in tags:
+            self.has_drawn = True
+            for own in leaves:
+                if isinstance(own, torch.Generator) and own not in self.generators:
+                    self.generators[own] = own.get_state()
         found = func(*args, **(kwargs or {}))
-        if self._own and any(map(self.is_own, tree_leaves((args, kwargs)))):
-            self.has_read |= func is READ_ONE
+        if self._own and any(map(self.is_own, leaves)):
+            self.has_read |= func is READ_ONE or not _BY_VALUE.isdisjoint(tags)
             self._held.append(found)
             self._own |= {storage_key(x) for x in tree_leaves(found) if isinstance(x, Tensor)}
         return found
@@ -174,6 +118,7 @@ class Surroundings:
         held = [value for own in self._before for value in own.values()]
         self._lists = [(value, [*value]) for value in held if type(value) is list]
         self._tables = [(value, {**value}) for value in held if type(value) is dict]
+        self._queues = [(value, [*value]) for value in held if type(value) is deque]
         hooks = [vars(m)[name] for m in self._parts for name in _HOOKS]
         self._hooks = [(own, {**own}) for own in hooks]
         self._dice = torch.get_rng_state(), random.getstate(), np.random.get_state()
@@ -203,7 +148,9 @@ class Surroundings:
     def _threw(self) -> bool:
         ours, pythons, numpys = self._dice
         of_torch = self._watch.has_drawn and not torch.equal(torch.get_rng_state(), ours)
-        is_same = not of_torch and random.getstate() == pythons
+        for own, state in self._watch.generators.items():
+            own.set_state(state)
+        is_same = not of_torch and not self._watch.generators and random.getstate() == pythons
         if is_same and all(map(np.array_equal, np.random.get_state(), numpys)):
             return False
         if of_torch:
@@ -229,6 +176,9 @@ class Surroundings:
             own.update(before)
         for items, before in self._lists:
             items[:] = before
+        for items, before in self._queues:
+            items.clear()
+            items.extend(before)
         for items, before in self._tables:
             items.clear()
             items.update(before)

@@ -1866,6 +1866,85 @@ def test_the_input_of_a_chain_may_be_added():
     assert values == [[Value(0, relu=True), Value(1, other_value=INPUT, relu=True, is_output=True)]]
 
 
+class Second(nn.Module):
+    """Its chain takes the second argument, or some images of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)
+        self.b = nn.Conv2d(16, 4, 3)
+
+    def forward(self, first, x, kept=None):
+        x = x if kept is None else x[kept]
+        return self.b(torch.relu(self.norm(self.a(x)))).mean((2, 3)) + first.mean()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_chain_takes_float32_alone_wherever_its_input_comes_from(training):
+    first, x = torch.ones(8, 1, 2, 2), batch(0)[0]
+    model, _ = make(model=Second(), steps=0)
+    optimizer = marvin.Quantized(torch.optim.SGD(model.parameters()), marvin.StaticPolicy(8, 8))
+    marvin.quantize_activations(model, optimizer)
+    convert(model)
+    for _ in range(2):
+        model(first, x).sum().backward()
+        optimizer.step(loss=1.0)
+    model.train(training)
+    twin = unfused(model)
+    with torch.set_grad_enabled(training):
+        assert model(first, x).dtype is torch.float32
+        assert model.forward.ran
+        same(model(first, x.half()), twin(first, x.half()))
+        for own in (model, twin):
+            with pytest.raises(RuntimeError, match=r"Input type \(double\)"):
+                own(first, x.double())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_chain_may_get_no_image_within_a_model(training):
+    first, x = torch.ones(8, 1, 2, 2), batch(0)[0]
+    model, _ = make(model=Second(), steps=0)
+    optimizer = marvin.Quantized(torch.optim.SGD(model.parameters()), marvin.StaticPolicy(8, 8))
+    marvin.quantize_activations(model, optimizer)
+    convert(model)
+    kept = torch.ones(8, dtype=torch.bool)
+    model(first, x, kept).sum().backward()
+    optimizer.step(loss=1.0)
+    model.train(training)
+    with torch.set_grad_enabled(training):
+        assert model(first, x, kept).shape == (8, 4)
+        assert model(first, x, ~kept).shape == (0, 4)
+
+
+class Again(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.norm.momentum, self.fc = None, nn.Linear(8, 4)
+        self.first = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = torch.relu(self.norm(self.conv(x)))
+        return self.fc(x.mean((2, 3)))
+
+
+def test_an_average_of_all_batches_counts_each_use_of_a_batch_norm():
+    model, _ = make(model=Again())
+    twin, (x, _) = unfused(model), batch(0)
+    assert is_fused(copy.deepcopy(model), x)
+    for own in (model, twin):
+        own.norm.reset_running_stats()
+        for _ in range(3):
+            own(x)
+        assert own.norm.num_batches_tracked == 6
+    torch.testing.assert_close(model.norm.running_var, twin.norm.running_var, rtol=0.01, atol=1e-4)
+    torch.testing.assert_close(
+        model.norm.running_mean, twin.norm.running_mean, rtol=0.01, atol=1e-3
+    )
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_nan_in_an_input_is_seen(fused):
     """There is no code for it; the loss must show it, as in the simulation."""
@@ -1997,6 +2076,17 @@ def test_the_policy_sees_what_layers_take_of_joined_values(name):
         assert sum(found[i].counts) == sum(own.counts)
         assert found[i].power == pytest.approx(own.power, rel=0.02)
         assert found[i].gradient == pytest.approx(own.gradient, rel=0.2)
+
+
+def test_batch_norm_sees_raw_data_as_it_is():
+    """Kelvin: bfloat16 has steps of 2 there."""
+    model, _ = make(model=before_convolutions())
+    x = 290 + batch(0)[0]
+    model.train()
+    twin = unfused(model)
+    made, wanted = model(x), twin(x)
+    assert is_fused(model, x)
+    assert (made - wanted).norm() < 0.05 * wanted.norm()
 
 
 def test_infinity_before_batch_norm_is_seen():

@@ -1,10 +1,17 @@
 """What a model's code reads and writes besides what its layers compute: a fused model does as the model would."""
 
 import copy
+import itertools
 import linecache
 import operator
+import random
 import threading
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -127,6 +134,11 @@ READS = {
     "computed": lambda own: (own * 2).item() / 2,
     "list": lambda own: own.tolist()[0],
     "array": lambda own: float(own.numpy()[0]),
+    "equal": lambda own: 1.0 if torch.equal(own, torch.ones(1)) else 4.0,
+    "close": lambda own: 1.0 if torch.allclose(own, torch.ones(1)) else 4.0,  # noqa: TID251  as models do
+    "places": lambda own: 4.0 if len((own - 1).nonzero()) else 1.0,
+    "mask": lambda own: 4.0 if own[own > 1].numel() else 1.0,
+    "unique": lambda own: 4.0 if torch.cat([own, torch.ones(1)]).unique().numel() > 1 else 1.0,
 }
 
 
@@ -304,6 +316,152 @@ def test_a_number_that_code_reads_counts_at_once(kind, read, training):
             model.alpha = alpha
             model.global_step += 1
             same(model(x), before * alpha)
+
+
+class Slotted:
+    __slots__ = ("alpha", "unset")
+
+    def __init__(self, alpha):
+        self.alpha = alpha
+
+
+@dataclass
+class Whole:
+    """A configuration with more than plain values."""
+
+    alpha: float
+    path: Path = Path()
+    classes: np.ndarray = field(default_factory=lambda: np.arange(3))
+    rest: tuple[object, ...] = (range(3), np.float32(1), frozenset({1}), b"1", nn.ReLU(), print)
+
+
+class Callable:
+    def __init__(self, alpha):
+        self.alpha = alpha
+
+    def __call__(self):
+        return self.alpha
+
+
+def nested(alpha, depth):
+    return {"alpha": alpha} if not depth else {"inner": nested(alpha, depth - 1)}
+
+
+def innermost(table):
+    while "inner" in table:
+        table = table["inner"]
+    return table
+
+
+def put(name):
+    return lambda held, alpha: setattr(held, name, alpha)
+
+
+PLACES = {  # what holds a number, how code reads it, how it is changed; whether a chain may know it
+    "slots": (Slotted, lambda held: held.alpha, put("alpha"), True),
+    "a record": (Whole, lambda held: held.alpha, put("alpha"), True),
+    "what is called": (Callable, lambda held: held(), put("alpha"), True),
+    "a method": (lambda a: Callable(a).__call__, lambda held: held(), lambda held, a: put("alpha")(held.__self__, a), True),
+    "a queue": (lambda a: deque([a]), lambda held: held[0], lambda held, a: held.__setitem__(0, a), True),
+    "a part of a function": (lambda a: partial(float, a), lambda held: held(), None, True),
+    "a reference": (lambda a: [own := Callable(a), ref(own)], lambda held: held[1]().alpha, lambda held, a: put("alpha")(held[0], a), True),
+    "a table of many": (lambda a: {i: [a] for i in range(200)}, lambda held: held[150][0], lambda held, a: held[150].__setitem__(0, a), True),
+    "a table in a table": (lambda a: nested(a, 5), lambda held: innermost(held)["alpha"], lambda held, a: innermost(held).update(alpha=a), True),
+    "too deep": (lambda a: nested(a, 20), lambda held: innermost(held)["alpha"], lambda held, a: innermost(held).update(alpha=a), False),
+    "beside a generator": (lambda a: SimpleNamespace(alpha=a, dice=torch.Generator()), lambda held: held.alpha, put("alpha"), False),
+}  # fmt: skip
+
+
+class Held(nn.Module):
+    def __init__(self, held, read):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+        self.held, self.read = held, read
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x))) * self.read(self.held)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_what_is_in_objects_that_code_reads_is_of_now(name):
+    make_it, read, change, is_known = PLACES[name]
+    model, _ = make(model=Held(make_it(1.0), read))
+    x, _ = batch(0)
+    reason = trace(model)
+    assert isinstance(reason, str) is not is_known
+    assert is_known or "reads held, of which not all" in reason
+    before = model(x).detach()
+    if change is None:
+        model.held = make_it(4.0)
+    else:
+        change(model.held, 4.0)
+    same(model(x), before * 4)
+
+
+def closed(alpha):
+    return lambda: alpha[0]
+
+
+def test_what_functions_compute_with_is_of_now():
+    cell = [1.0]
+    model, _ = make(model=Held(closed(cell), lambda held: held()))
+    x, _ = batch(0)
+    assert is_fused(model, x)
+    before = model(x).detach()
+    cell[0] = 4.0
+    same(model(x), before * 4)
+
+
+DICE = {
+    "Python's": lambda: random.Random(4).random,
+    "NumPy's old": lambda: np.random.RandomState(3).rand,
+    "NumPy's": lambda: np.random.default_rng(0).random,
+    "torch's": lambda: partial(torch.rand, (), generator=torch.Generator().manual_seed(6)),
+    "a count": lambda: partial(next, itertools.count()),
+}
+
+
+@pytest.mark.parametrize("name", DICE)
+def test_what_code_draws_from_a_generator_of_its_own_is_another_each_time(name):
+    model, _ = make(model=Held(DICE[name](), lambda held: float(held())))
+    x, _ = batch(0)
+    assert isinstance(trace(model), str)
+    assert len({model(x).sum().item() for _ in range(4)}) == 4
+
+
+def test_a_generator_is_as_it_was_when_a_model_was_traced():
+    dice = torch.Generator().manual_seed(6)
+    model, _ = make(model=Held(dice, lambda held: torch.rand((), generator=dice).item()), steps=0)
+    state = dice.get_state()
+    assert "draws random numbers" in trace(model)
+    same(dice.get_state(), state)
+
+
+KEPT = []
+
+
+class Keeping(nn.Module):
+    """Its code keeps a value in a queue, or in a list of the process."""
+
+    def __init__(self, is_own):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+        self.kept = deque(maxlen=2) if is_own else nn.Identity()
+
+    def forward(self, x):
+        x = torch.relu(self.a(x))
+        (self.kept if isinstance(self.kept, deque) else KEPT).append(x)
+        return self.b(x)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_code_that_keeps_values_is_not_traced(is_own):
+    model, _ = make(model=Keeping(is_own))
+    assert ("changes attributes" if is_own else "keeps values elsewhere") in trace(model)
+    x, _ = batch(0)
+    y = model(x)
+    same(model.b((model.kept if is_own else KEPT)[-1]), y)
+    assert not is_own or all(isinstance(own, torch.Tensor) for own in model.kept)
 
 
 def test_what_code_does_not_read_may_change(monkeypatch):

@@ -70,9 +70,11 @@ def _avg_pool(kind: type[nn.Module]) -> Callable[..., nn.Module]:
     return make
 
 
-def _pad(pad: _Sides, mode: str = "constant", value: float | None = None) -> nn.Module | None:
+def _pad(
+    pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> nn.Module | None:
     kind = {2: nn.ConstantPad1d, 4: nn.ConstantPad2d, 6: nn.ConstantPad3d}.get(len(pad))
-    return kind(tuple(pad), value or 0) if kind and mode == "constant" else None
+    return kind((*pad,), value or 0) if kind and mode == "constant" else None
 
 
 _FAR = 3e38  # of a bound that is not there

@@ -89,7 +89,7 @@ class Shuffled(nn.Module):
         n, c, h, w = x.shape
         x = x.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h * w)
         line = F.avg_pool1d(F.max_pool1d(F.relu(self.line(x)), 2, stride=1), 2)
-        x = F.pad(x[:, 1:6, ::2], (0, 0, 1, 0))
+        x = F.pad(x[:, 1:5, ::2], (0, 0, 1, 1))
         return {"fc": self.fc(x.flatten(1)), "line": line}
 
 

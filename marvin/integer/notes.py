@@ -1,0 +1,154 @@
+"""What is in a value of an attribute, noted so that another look tells whether anything of it has changed."""
+
+import random
+from collections import deque
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from enum import Enum
+from functools import partial
+from logging import Logger
+from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fixedpoint_kernels.watch import OtherForward
+
+__all__ = ["PLAIN", "Plain", "is_all_noted", "noted"]
+
+PLAIN = bool, int, float, str, type(None)
+"""Classes of values that are compared as they are."""
+Plain = bool | int | float | str | None
+"""What such values are."""
+
+_CONSTANT = bytes, complex, range, frozenset, PurePath, np.generic, torch.dtype, torch.device
+_ALONE = (
+    Tensor,
+    nn.Module,
+    type,
+    ModuleType,
+    Enum,
+    Logger,
+    OtherForward,
+)  # looked at elsewhere, or constant
+_MANY = dict, list, tuple, set, deque
+_DEEP, _LONG = (
+    8,
+    64,
+)  # how far to look; of longer lists and dictionaries plain values are compared as a whole
+_MOST = 2000  # values that are looked at
+_LARGE = 2**16  # plain values of a list, and bytes of an array
+
+
+class _Object:
+    """An object that is equal to itself alone."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Object) and other.value is self.value
+
+    __hash__ = object.__hash__
+
+
+def noted(value: object) -> object:
+    """Return what is equal for as long as a value, and what is in it, is the same.
+
+    Plain values are what they are, also in lists, tuples, sets, dictionaries and queues; in records (objects that
+    have attributes), functions, methods and partial functions. Tensors and modules count as objects alone.
+    """
+    return _Notes().of(value, _DEEP)
+
+
+def is_all_noted(value: object) -> bool:
+    """Say whether nothing in a value could change without another note: random generators and trainers have more."""
+    notes = _Notes()
+    notes.of(value, _DEEP)
+    return not notes.misses
+
+
+class _Notes:
+    def __init__(self) -> None:
+        self.misses, self._left = False, _MOST
+
+    def of(self, value: object, depth: int) -> object:
+        """Return what is noted of a value, which may be looked into so deep."""
+        if type(value) in PLAIN:
+            return value
+        if isinstance(value, _CONSTANT):
+            return type(value), value
+        if isinstance(value, _ALONE) or type(value) is object:
+            return _Object(value)
+        self._left -= 1
+        if not depth or self._left < 0:
+            return self._missed(value)
+        if isinstance(value, _MANY):
+            return self._of_many(value, depth - 1)
+        if isinstance(value, np.ndarray) and value.nbytes <= _LARGE and not value.dtype.hasobject:
+            return np.ndarray, value.shape, value.dtype.str, value.tobytes()
+        found = self._of_function(value, depth - 1)
+        return self._of_object(value, depth - 1) if found is None else found
+
+    def _missed(self, value: object) -> object:
+        self.misses = True
+        return _Object(value)
+
+    def _of_many(self, value: object, depth: int) -> object:
+        if isinstance(value, dict):
+            if len(value) > _LONG and _are_plain(value.values()):
+                return dict, {**value}
+            return dict, [(key, self.of(own, depth)) for key, own in value.items()]
+        assert isinstance(value, list | tuple | set | deque)
+        if isinstance(value, set):
+            self.misses |= not all(isinstance(own, (*PLAIN, *_CONSTANT, *_ALONE)) for own in value)
+            return set, {*value}
+        if len(value) > _LONG and _are_plain(value):
+            return list, [*value]
+        return list, [self.of(own, depth) for own in value]
+
+    def _of_function(self, value: object, depth: int) -> object:
+        """Return what is noted of a function, and of what it computes with; None of anything else."""
+        if isinstance(value, FunctionType):
+            rest = [*_around(value), value.__defaults__, value.__kwdefaults__]
+            return _Object(value), [self.of(own, depth) for own in rest]
+        if isinstance(value, BuiltinFunctionType | MethodType):
+            own = value.__self__
+            return value.__name__, self.of(own, depth), None if own is not None else _Object(value)
+        if isinstance(value, partial):
+            parts = value.func, value.args, value.keywords
+            return partial, [self.of(own, depth) for own in parts]
+        if isinstance(value, ref):
+            return _Object(value), self.of(value(), depth)
+        return None
+
+    def _of_object(self, value: object, depth: int) -> object:
+        has_slots = any("__slots__" in vars(own) for own in type(value).__mro__)
+        if isinstance(value, random.Random) or not (has_slots or hasattr(value, "__dict__")):
+            return self._missed(value)
+        found = {**dict(_in_slots(value)), **getattr(value, "__dict__", {})}
+        return _Object(value), [(name, self.of(own, depth)) for name, own in found.items()]
+
+
+def _are_plain(values: Collection[object]) -> bool:
+    """Say whether there are plain values alone, and not too many."""
+    return len(values) <= _LARGE and all(type(own) in PLAIN for own in values)
+
+
+def _around(function: FunctionType) -> Iterator[object]:
+    """Yield what a function takes from functions around it, as far as it is there yet."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):
+            yield cell.cell_contents
+
+
+def _in_slots(value: object) -> Iterator[tuple[str, object]]:
+    """Yield names and values of slots that have one."""
+    kinds = [own for own in type(value).__mro__ if "__slots__" in vars(own)]
+    for own in (x for kind in kinds for x in vars(kind).values()):
+        if isinstance(own, MemberDescriptorType):
+            with suppress(AttributeError):
+                yield own.__name__, own.__get__(value)
