@@ -23,7 +23,7 @@ from train.data import load
 FORMAT = FixedPoint(4, 2)
 STEPS = 300
 POLICIES = {
-    "MarvinPolicy()": lambda: marvin.MarvinPolicy(lookback=(10, 25)),
+    "MarvinPolicy(lookback=(10, 25))": lambda: marvin.MarvinPolicy(lookback=(10, 25)),
     "LossBudgetPolicy()": marvin.LossBudgetPolicy,
     "StaticPolicy(6, 6)": lambda: marvin.StaticPolicy(6, 6),
     "FixedPolicy(8, 4)": lambda: marvin.FixedPolicy(8, 4),
@@ -89,7 +89,7 @@ def draw_policies(path: Path, steps: int = STEPS) -> None:
         optimizer, accuracy = train(images, labels, policy(), steps)
         for line in optimizer.plot().axes[0].lines:
             axes.step(*line.get_data(), where="post", label=line.get_label())
-        axes.set_title(f"{title}: {accuracy:.0%} of the training digits right", fontsize=9)
+        axes.set_title(f"{title}\n{accuracy:.0%} of the training digits right", fontsize=9)
         axes.set_ylim(0, 33)
     grid[0, 0].legend(frameon=False, fontsize=8, title="weights of", title_fontsize=8)
     for axes in grid[1]:

@@ -39,7 +39,8 @@ class MSGD(Quantized):
     Args:
         params: Parameters, named parameters (``model.named_parameters()`` gives a readable trace)
             or groups, float32, bfloat16 or float16. A group may set any argument below.
-        lr: Learning rate. With normalised gradients, a step moves each tensor by ``lr``.
+        lr: Learning rate. With normalised gradients, a step moves each tensor by up to
+            ``lr / (1 - momentum)``.
         momentum: Of SGD, 0 to below 1.
         weight_decay: L2: this times the master is added after normalisation.
         l1: L1: this times the sign of the quantised weight is added to the gradient before
