@@ -38,7 +38,7 @@ class Quantizer(nn.Module):
             process, after the last from 0 again.
 
     Raises:
-        TypeError: A format is none.
+        TypeError: A format is not a ``FixedPoint``, ``BlockFloat`` or ``Minifloat``.
         ValueError: A rounding, ``ste`` or ``number`` is unknown.
 
     Examples:

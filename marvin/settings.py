@@ -122,7 +122,7 @@ def check_settings(settings: Settings, checks: Checks) -> None:
     """Refuse settings that are out of range.
 
     Raises:
-        TypeError: A number is none.
+        TypeError: A setting that must be a number is not one.
         ValueError: With the name, what is required and what came.
     """
     for name in checks.at_least_0:

@@ -40,8 +40,8 @@ def round_state(
         A handle: ``remove()`` ends it.
 
     Raises:
-        TypeError: ``optimizer`` is not one of fixed point, or a format is none; in ``step``:
-            parameters are sharded.
+        TypeError: ``optimizer`` is not one of fixed point, or a format is not a ``FixedPoint``,
+            ``BlockFloat`` or ``Minifloat``; in ``step``: parameters are sharded.
         ValueError: Nothing is to be rounded; the optimizer has ``compact_state``.
 
     Source:

@@ -65,7 +65,7 @@ def path(device: "torch.device | None" = None) -> Path:
         float32 is exact), and the reason in words.
 
     Raises:
-        ValueError: The forced path is none, or this processor cannot take it.
+        ValueError: The forced path is not a path, or this processor cannot take it.
     """
     if device is None or device.type == "cpu":
         return chosen(None)

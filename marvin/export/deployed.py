@@ -27,9 +27,10 @@ class Options:
     """How a model becomes a network.
 
     Args:
-        wl: Word length where a format must be found by calibration, bits.
-        scale_wl: Word length of batch normalisation's scale, bits.
-        sums_wl: Word length of the terms of sums, bits; None: as exact as they come.
+        wl: Word length where a format must be found by calibration, 2 to 32 bits, 31 where values cannot be
+            below 0.
+        scale_wl: Word length of batch normalisation's scale, 2 to 32 bits.
+        sums_wl: Word length of the terms of sums, 2 to 32 bits; None: as exact as they come.
         recalibrate: Take the ranges of what the model rounds again, from the samples, in eval mode;
             word lengths and weights stay. See ``marvin.calibrate``.
         estimator: How ranges are found: see ``marvin.calibrate``.

@@ -170,8 +170,9 @@ def convert(
             and that of the weight.
         execution: ``"integer"``; or ``"simulation"``, the same step in PyTorch's float32, equal to
             the bit where its sums are exact.
-        fused: Whether convolutions, batch norm, sums and ReLU that follow each other run as one in
-            training, and pass codes on, and a linear layer with its codes and its bias; see
+        fused: Whether layers that follow each other run as one, and pass codes on: convolutions, batch
+            norm, sums and activation functions, or the layers of a transformer, in training and in eval
+            mode without gradients; and a linear layer with its codes and its bias. See
             ``docs/chains.md``. It needs integer products of both gradients.
 
     Returns:

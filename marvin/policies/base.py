@@ -124,7 +124,7 @@ class Policy(ABC):
         """Return the shared record of a state, which ``dataclasses.asdict`` made ``values`` of.
 
         Raises:
-            ValueError: It is none of this policy's.
+            ValueError: ``values`` are not those of this policy's record.
         """
         return restored(self.init_shared(), values)
 
@@ -201,7 +201,7 @@ class FixedPolicy(Policy):
         symmetric: Leave out the format's smallest code.
 
     Raises:
-        TypeError: A number of bits is none.
+        TypeError: A number of bits is not a number, but a format, say.
         ValueError: There is no such format.
     """
 

@@ -57,17 +57,17 @@ class LossBudgetPolicy(RangePolicy):
             tensor's own.
         window: Steps between switches.
         sat_tol: Share of a layer's inputs that may saturate.
-        min_wl: Shortest word length.
-        max_wl: Longest word length.
-        ends_wl: Word length of the first and the last layer, in parameter order; None: as of the
-            others.
+        min_wl: Shortest word length, 2 to ``max_wl`` bits.
+        max_wl: Longest word length, 2 to 16 bits.
+        ends_wl: Word length of the first and the last layer, in parameter order, 2 to 16 bits; None: as
+            of the others.
         per_channel: Weights have a fractional length for each entry of their first dimension: channels
             use the integer bits that they do not need as fractional ones.
         batch_size: Samples of a step, in each process: how many terms the loss is the mean of. None: the
             first dimension of what the first layer sees, summed over a step's forward passes; needs
             ``marvin.quantize_activations``.
-        target_bits: Mean of weights' and inputs' word lengths that the formats must have: at each
-            switch ``kappa`` and ``max_noise`` are multiplied by what gives it, so that only their
+        target_bits: Mean of weights' and inputs' word lengths that the formats must have, ``min_wl`` to
+            ``max_wl`` bits: at each switch ``kappa`` and ``max_noise`` are multiplied by what gives it, so that only their
             ratio matters. None: as ``kappa`` has it.
         target_ebops: The same for EBOPs: bits of weights times bits of inputs, without signs, over
             ``madds``.
@@ -85,7 +85,7 @@ class LossBudgetPolicy(RangePolicy):
     ``max_noise`` alone. A warning says so.
 
     Raises:
-        TypeError: A number is none.
+        TypeError: A setting that must be a number is not one.
         ValueError: An argument is out of range; in ``step``, loss or batch size is not known.
     """
 
@@ -280,8 +280,8 @@ class StaticPolicy(RangePolicy):
     """Words of given lengths, whose ranges follow the data: what other policies must beat.
 
     Args:
-        weights: Word length of weights, bits.
-        activations: Word length of layers' inputs, bits.
+        weights: Word length of weights, 2 to 16 bits.
+        activations: Word length of layers' inputs, 2 to 16 bits.
         window: Steps between switches.
         sat_tol: Share of a layer's inputs that may saturate.
         ends_wl: As of ``LossBudgetPolicy``.

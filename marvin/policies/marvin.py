@@ -47,7 +47,7 @@ class MarvinPolicy(Policy):
     ask for, and the window starts anew. See ``marvin.MSGD`` for the arguments.
 
     Raises:
-        TypeError: A number is none.
+        TypeError: A setting that must be a number is not one.
         ValueError: An argument is out of range.
         FloatingPointError: In ``step``, at the end of a window: a layer's weights are not finite.
 

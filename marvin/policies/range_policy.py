@@ -116,7 +116,7 @@ class RangePolicy(Policy):
     outputs are left to the layer that takes them; biases and normalisation stay float32.
 
     Raises:
-        TypeError: A number is none.
+        TypeError: A setting that must be a number is not one.
         ValueError: A setting is out of range.
     """
 

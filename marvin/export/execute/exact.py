@@ -46,7 +46,7 @@ def exact_module(network: Network) -> ExactModule:
 
     Raises:
         ExportError: A sum takes more than 53 bits; named.
-        TypeError: ``network`` is none.
+        TypeError: ``network`` is not a ``Network``.
 
     Examples:
         >>> exact = marvin.export.exact_module(network)

@@ -46,7 +46,7 @@ def run(network: Network, x: Tensor) -> Tensor:
 
     Raises:
         ExportError: ``x`` has another shape, or holds a NaN; or the network has several outputs.
-        TypeError: ``network`` is none, or ``x`` no tensor.
+        TypeError: ``network`` is not a ``Network``, or ``x`` is not a tensor.
     """
     check_network(network)
     found = run_heads(network, x)
@@ -62,7 +62,7 @@ def run_heads(network: Network, x: Tensor) -> dict[str, Tensor]:
 
     Raises:
         ExportError: ``x`` has another shape, or holds a NaN.
-        TypeError: ``x`` is no tensor.
+        TypeError: ``x`` is not a tensor.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"samples must be a tensor, got {type(x).__name__}")

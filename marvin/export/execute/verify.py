@@ -97,7 +97,7 @@ def verify(network: Network, sample: Tensor) -> list[Row]:
 
     Raises:
         ExportError: ``sample`` has another shape, or holds a NaN.
-        TypeError: ``network`` is none.
+        TypeError: ``network`` is not a ``Network``.
     """
     check_network(network)
     codes = integer.run_all(network, sample)
@@ -118,6 +118,18 @@ def compare(network: Network, model: nn.Module, sample: Tensor) -> list[Differen
 
     They differ where batch normalisation became an affine map in fixed point, where a float32
     sum was rounded, and in all that follows.
+
+    Args:
+        network: From ``describe``.
+        model: What it was made of. It is in eval mode meanwhile.
+        sample: What both take, shape ``(n, *network.input.shape)``, float32.
+
+    Returns:
+        One row for each module without others inside whose output is a value of the network, in the order
+        of calls.
+
+    Raises:
+        ExportError: ``sample`` has another shape, or holds a NaN.
     """
     codes = integer.run_all(network, sample)
     seen: dict[str, Tensor] = {}

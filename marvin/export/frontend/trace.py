@@ -84,8 +84,9 @@ def describe(  # noqa: PLR0913  each is a choice of the user's
         weights: Formats of parameters by name, such as ``optimizer.formats()``; default: those that
             the model carries.
         activations: Formats from ``calibrate``; default: those that the model carries.
-        scale_wl: Word length of batch normalisation's scale, bits.
-        wl: Word length of formats that neither training nor ``activations`` decide, bits: what a
+        scale_wl: Word length of batch normalisation's scale, 2 to 32 bits.
+        wl: Word length of formats that neither training nor ``activations`` decide, 2 to 32 bits, 31
+            where values cannot be below 0: what a
             table of an activation function takes, and means or results of tables that nothing rounds.
             ``Network.chosen`` names them.
         calibration: Samples whose ranges decide these formats; default: ``sample``.

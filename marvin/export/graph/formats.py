@@ -94,13 +94,16 @@ def carried_weights(model: nn.Module) -> dict[str, Format]:
 
 
 def weight_formats(model: nn.Module) -> dict[str, Format]:
-    """Return ``carried_weights``, and formats of the weights of layers that carry none.
+    """Return the formats of a model's parameters, by name: those that it carries, and of layers that carry none.
 
     Such a layer was left out by ``marvin.quantize_activations(..., exclude=...)``. Its weight has
     the shortest format that holds its values exactly, if 32 bits do.
 
+    Args:
+        model: With ``marvin.quantize_activations`` on it, or frozen.
+
     Raises:
-        ExportError: As ``carried_weights``.
+        ExportError: A module has more parameters than formats, or fewer: some were added or taken away.
     """
     found = carried_weights(model)
     for name, module in model.named_modules():
@@ -166,7 +169,15 @@ def codes_of(name: str, x: Tensor, fmt: FixedPoint) -> Tensor:
 
 
 def masters_of(model: nn.Module, optimizer: Quantized) -> dict[str, Tensor]:
-    """Return the float32 masters of a model's quantised parameters, by name."""
+    """Return the float32 masters of a model's quantised parameters, by name.
+
+    Args:
+        model: Trained by ``optimizer``.
+        optimizer: Of fixed point. Parameters without a format are left out.
+
+    Returns:
+        Each with the shape of its parameter, float32, for ``nearest_weights``.
+    """
     named = ((name, p) for name, p in model.named_parameters() if p in optimizer)
     return {
         name: master_of(optimizer.state[p])

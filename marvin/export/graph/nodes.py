@@ -350,7 +350,7 @@ def check_network(network: object) -> None:
     """Refuse what is no network where one is exported or run.
 
     Raises:
-        TypeError: It is none, but the model, say.
+        TypeError: It is not a ``Network``, but the model, say.
     """
     if not isinstance(network, Network):
         raise TypeError(

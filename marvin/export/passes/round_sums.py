@@ -47,7 +47,7 @@ def round_sums(network: Network, sample: Tensor, wl: int = 8) -> Network:
 
     Raises:
         ExportError: A term is not finite, or fits no format; or there is no such word length.
-        TypeError: ``network`` is none.
+        TypeError: ``network`` is not a ``Network``.
     """
     check_network(network)
     if not isinstance(wl, int) or not 2 <= wl <= 32:

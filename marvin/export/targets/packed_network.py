@@ -80,7 +80,7 @@ def read_format(name: str, values: Json) -> FixedPoint:
     """Return the format that ``write_format`` wrote.
 
     Raises:
-        ExportError: It is none.
+        ExportError: ``values`` are not a format.
     """
     wl, fl, symmetric, signed = values if isinstance(values, list) and len(values) == 4 else [0] * 4
     are_numbers = isinstance(wl, int) and isinstance(fl, int) and {type(wl), type(fl)} == {int}

@@ -75,7 +75,7 @@ def to_model(network: Network) -> "onnx.ModelProto":
 
     Raises:
         ExportError: A format is wider than float32 holds, or ``onnx`` is not installed.
-        TypeError: ``network`` is none.
+        TypeError: ``network`` is not a ``Network``.
     """
     check_network(network)
     for name, fmt in network.words().items():

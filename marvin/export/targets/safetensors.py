@@ -83,7 +83,7 @@ def parse(what: str, text: str | bytes) -> Any:
     """Return what JSON says.
 
     Raises:
-        ExportError: It is none, a name is there twice, or it is deeper than any file of ours.
+        ExportError: ``text`` is not JSON, a name is there twice, or it is deeper than any file of ours.
     """
     try:
         text = text.decode() if isinstance(text, bytes) else text

@@ -268,7 +268,7 @@ def save(network: Network, path: str | Path, *, nibbles: bool = False) -> int:
 
     Raises:
         ExportError: See ``write``.
-        TypeError: ``network`` is none.
+        TypeError: ``network`` is not a ``Network``.
     """
     check_network(network)
     path = Path(path)

@@ -137,7 +137,7 @@ def save(
 
     Raises:
         ExportError: As ``write``.
-        TypeError: ``network`` is none.
+        TypeError: ``network`` is not a ``Network``.
     """
     check_network(network)
     write(network, path, backend, hardware)

@@ -114,7 +114,7 @@ def to_model(
     Raises:
         ExportError: The outputs would not be exact; names the operation and its bits. Or the
             package ``onnx`` is not installed.
-        TypeError: ``network`` is none, or ``container`` comes under its earlier name too.
+        TypeError: ``network`` is not a ``Network``, or ``container`` comes under its earlier name too.
     """
     check_network(network)
     container = _container(container, spelling) or container_of(network)
