@@ -2,13 +2,14 @@
 
 import random
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import partial
 from logging import Logger
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -25,21 +26,12 @@ Plain = bool | int | float | str | None
 """What such values are."""
 
 _CONSTANT = bytes, complex, range, frozenset, PurePath, np.generic, torch.dtype, torch.device
-_ALONE = (
-    Tensor,
-    nn.Module,
-    type,
-    ModuleType,
-    Enum,
-    Logger,
-    OtherForward,
-)  # looked at elsewhere, or constant
+# constant, or looked at elsewhere
+_ALONE = Tensor, nn.Module, type, ModuleType, Enum, Logger, OtherForward
 _MANY = dict, list, tuple, set, deque
-_DEEP, _LONG = (
-    8,
-    64,
-)  # how far to look; of longer lists and dictionaries plain values are compared as a whole
-_MOST = 2000  # values that are looked at
+_PLAIN = frozenset(PLAIN)
+_DEEP, _MOST = 8, 2000  # how far to look, and at how many values that are not plain
+_TABLE = 256  # of plain values: names of classes, say, of which the number counts
 _LARGE = 2**16  # plain values of a list, and bytes of an array
 
 
@@ -59,7 +51,8 @@ def noted(value: object) -> object:
     """Return what is equal for as long as a value, and what is in it, is the same.
 
     Plain values are what they are, also in lists, tuples, sets, dictionaries and queues; in records (objects that
-    have attributes), functions, methods and partial functions. Tensors and modules count as objects alone.
+    have attributes), functions, methods and partial functions. Tensors and modules count as objects alone, and so do
+    dictionaries of more than 256 plain values, with how many these are.
     """
     return _Notes().of(value, _DEEP)
 
@@ -99,14 +92,14 @@ class _Notes:
 
     def _of_many(self, value: object, depth: int) -> object:
         if isinstance(value, dict):
-            if len(value) > _LONG and _are_plain(value.values()):
-                return dict, {**value}
-            return dict, [(key, self.of(own, depth)) for key, own in value.items()]
+            if len(value) > _TABLE and _are_plain(value.values()):
+                return _Object(value), len(value)
+            return dict, self._of_pairs(value, depth)
         assert isinstance(value, list | tuple | set | deque)
         if isinstance(value, set):
             self.misses |= not all(isinstance(own, (*PLAIN, *_CONSTANT, *_ALONE)) for own in value)
             return set, {*value}
-        if len(value) > _LONG and _are_plain(value):
+        if _are_plain(value):
             return list, [*value]
         return list, [self.of(own, depth) for own in value]
 
@@ -130,12 +123,16 @@ class _Notes:
         if isinstance(value, random.Random) or not (has_slots or hasattr(value, "__dict__")):
             return self._missed(value)
         found = {**dict(_in_slots(value)), **getattr(value, "__dict__", {})}
-        return _Object(value), [(name, self.of(own, depth)) for name, own in found.items()]
+        return _Object(value), self._of_pairs(found, depth)
+
+    def _of_pairs(self, table: Mapping[Any, object], depth: int) -> list[tuple[object, object]]:
+        items = table.items()  # most are plain: a call for each takes as long as all of the rest
+        return [(key, own if type(own) in _PLAIN else self.of(own, depth)) for key, own in items]
 
 
 def _are_plain(values: Collection[object]) -> bool:
     """Say whether there are plain values alone, and not too many."""
-    return len(values) <= _LARGE and all(type(own) in PLAIN for own in values)
+    return len(values) <= _LARGE and _PLAIN.issuperset(map(type, values))
 
 
 def _around(function: FunctionType) -> Iterator[object]:
