@@ -24,7 +24,7 @@ class ExactModule(nn.Module):
         self.network = network
 
     def forward(self, x: Tensor) -> Tensor | dict[str, Tensor]:
-        """Return the output, float64; of several, each by its label.
+        """Return the output, float64; those with labels by these.
 
         Args:
             x: Samples, shape ``(n, *network.input.shape)``, float32; int64 where they are indices.

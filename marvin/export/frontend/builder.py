@@ -143,7 +143,7 @@ class Builder:
         pending: Values that nothing has rounded yet.
         found: Formats that the export has chosen, by the name of what is rounded.
         results: The values that the model gives, by label.
-        heads: Of a network of several outputs, what gives their codes.
+        heads: Of a network whose outputs have labels, what gives their codes.
         origins: What each rounded value was before, by the name of the rounded one, where the model
             itself does not round.
     """
@@ -307,7 +307,7 @@ class Builder:
         self.operations = [op for op in self.operations if op.name in used]
         if len(names) == 1:
             self.operations.sort(key=lambda op: op.name in names.values())
-        else:
+        if set(names) not in ({"output"}, {"output0"}):  # a tensor, or a tuple of one
             self.heads = tuple(names.items())
 
     def needed(self, names: Iterable[str]) -> set[str]:

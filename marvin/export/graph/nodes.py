@@ -273,7 +273,8 @@ class Network:
             gives the output.
         values: Of each operation but the input.
         origin: Where the formats of activations come from: ``"trained"`` or ``"calibrated"``.
-        heads: Label and value of each output of a model that has several; empty where it has one.
+        heads: Label and value of each output of a model that has several, or one in a dictionary;
+            empty where it has one without a label.
         chosen: Formats that neither training nor calibration decided, but the range of samples.
     """
 
@@ -311,7 +312,7 @@ class Network:
 
     @property
     def outputs(self) -> dict[str, str]:
-        """The name of the value of each head, by its label; of one output, the label is ``"output"``."""
+        """The name of the value of each head, by its label; without one, this is ``"output"``."""
         return dict(self.heads) or {"output": self.operations[-1].name}
 
     @cached_property

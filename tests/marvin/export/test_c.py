@@ -743,7 +743,8 @@ def test_several_outputs(tmp_path):
         assert line in header
     one = with_heads(network, ("logits", "l"))
     assert_same(one, 4 * torch.randn(9, 3, 4, 4), tmp_path)
-    assert "#define NET_OUTPUTS 2\n#define NET_OUTPUT_FL (" in (tmp_path / "net.h").read_text()
+    header = (tmp_path / "net.h").read_text()
+    assert "#define NET_OUTPUTS_LOGITS 2\n#define NET_OUTPUT_LOGITS_FL (" in header
 
 
 @needs_gcc

@@ -10,7 +10,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import marvin
-from marvin.export import ExportError, c, describe, hls4ml, integer, onnx, packed, round_sums
+from marvin.export import (
+    ExportError,
+    c,
+    describe,
+    exact_module,
+    hls4ml,
+    integer,
+    onnx,
+    packed,
+    round_sums,
+)
 from marvin.export.execute.simulate import simulate
 from marvin.export.graph.functions import Clip, Table
 from marvin.export.graph.nodes import Conv, MaxPool, Relu, Round
@@ -333,6 +343,47 @@ def test_several_heads(kind):
     assert [value.name for value in onnx.to_model(network).graph.output] == labels
     with pytest.raises(ExportError, match=f"outputs {', '.join(labels)}: take integer.run_heads"):
         integer.run(network, x)
+
+
+@pytest.mark.parametrize("container", ["int8", "int16", "float64", "qdq"])
+def test_labels_are_the_names_of_outputs(container, tmp_path):
+    """Those that values inside have too; behind that of the argument stands a number."""
+
+    def forward(m, x):
+        h = F.relu(m.fc(x))
+        named = {"boxes": m.boxes(h).sigmoid(), "cls": m.cls(h).softmax(-1)}
+        return named | {"shape": h, "x": m.fc(x)}
+
+    layers = {"fc": nn.Linear(8, 6), "boxes": nn.Linear(6, 4), "cls": nn.Linear(6, 3)}
+    torch.manual_seed(0)
+    network = describe(*(found := in_fixed_point(Net(forward, **layers), (8,))))
+    assert list(network.outputs) == ["boxes", "cls", "shape", "x"]
+    model = onnx.to_model(network, container)
+    assert [value.name for value in model.graph.output] == ["boxes", "cls", "shape", "x#2"]
+    assert_files_equal(network, found[1], container)
+    assert_c_equal(network, found[1], tmp_path)
+
+
+@pytest.mark.parametrize("kind", [dict, tuple, None])
+def test_one_output_of_a_dictionary_keeps_its_label(kind, tmp_path):
+    def forward(m, x):
+        y = m.fc(x)
+        return y if kind is None else (y,) if kind is tuple else {"logits": y}
+
+    torch.manual_seed(0)
+    model, x = in_fixed_point(Net(forward, fc=nn.Linear(8, 3)), (8,))
+    network = describe(model, x)
+    label, name = ("logits", "logits") if kind is dict else ("output", "fc.out.float")
+    assert list(network.outputs) == [label]
+    assert [value.name for value in onnx.to_model(network).graph.output] == [name]
+    own = "output_logits" if kind is dict else "output"
+    assert f" *{own});" in c.write(network).header
+    found = exact_module(network)(x)
+    found = found[label] if kind is dict else found
+    torch.testing.assert_close(found, integer.run(network, x), rtol=0, atol=0)
+    assert_files_equal(network, x)
+    assert_packed_equal(network, x)
+    assert_c_equal(network, x, tmp_path)
 
 
 def test_what_comes_before_the_first_layer_is_rounded_as_the_layer_does(tmp_path):

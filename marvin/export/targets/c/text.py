@@ -29,13 +29,13 @@ class Facts:
 
 
 def output_names(labels: Iterable[str]) -> dict[str, str]:
-    """Return the names of outputs' parameters by label: ``output``, of several with their label behind it.
+    """Return the names of outputs' parameters by label: ``output``, with the label behind it where it has one.
 
     They differ in capital letters too, of which macros are made.
     """
     labels = list(labels)
-    if len(labels) == 1:
-        return {labels[0]: "output"}
+    if labels == ["output"]:
+        return {"output": "output"}
     names = [f"output_{identifier(label)}" for label in labels]
     while len({name.upper() for name in names}) < len(names):
         capitals = [name.upper() for name in names]

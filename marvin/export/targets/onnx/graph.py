@@ -4,7 +4,7 @@ Built node by node: exporters of torch drop the bounds of short formats.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,15 +48,17 @@ class Graph:
 
     Args:
         source: Name of what comes in.
+        labels: Names that outputs have; no other value gets one of these.
 
     Raises:
         ExportError: The package ``onnx`` is not installed.
     """
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, labels: Iterable[str] = ()) -> None:
         self.onnx = require("onnx", "onnx")
         self.nodes: list[onnx.NodeProto] = []
         self._names = {source: 1}  # how often each was asked for
+        self._labels = {label: self._new(label) for label in sorted(labels, key=[source].count)}
         self._constants: dict[str, onnx.TensorProto] = {}
         self.in_4_bits = False
         """Store weights of up to 4 bits in 4 bits each."""
@@ -98,9 +100,12 @@ class Graph:
     def node(self, kind: str, inputs: list[str], hint: str, **attributes: object) -> str:
         """Add a node with one output; return the output's name."""
         output = self._new(hint)
+        self._add(kind, inputs, output, **attributes)
+        return output
+
+    def _add(self, kind: str, inputs: list[str], output: str, **attributes: object) -> None:
         node = self.onnx.helper.make_node(kind, inputs, [output], name=output, **attributes)
         self.nodes.append(node)
-        return output
 
     def _new(self, hint: str) -> str:
         """Return a name that nothing has, ``hint`` if possible."""
@@ -120,8 +125,9 @@ class Graph:
 
         Args:
             network: What was written.
-            outputs: Name and dtype of each of ``network.outputs``, by its label. One has the name
-                that it has in the graph; of several, each has its label, if that is free.
+            outputs: Name and dtype of each of ``network.outputs``, by its label. What has a label
+                is called by it, with ``#2`` behind it where the input has that name; one without has
+                the name that it has in the graph.
             domains: Versions of other sets of operators.
             batch: Size of the batch, or the name of it.
         """
@@ -133,7 +139,9 @@ class Graph:
         results = []
         for label, (name, dtype) in outputs.items():
             shape = [batch, *network.values[network.outputs[label]].shape]
-            name = name if len(outputs) == 1 else self.node("Identity", [name], label)
+            if own := self._labels.get(label):
+                self._add("Identity", [name], own)
+                name = own
             results.append(helper.make_tensor_value_info(name, dtype, shape))
         nodes, used = [], {result.name for result in results}
         for node in reversed(self.nodes):
@@ -160,7 +168,7 @@ class FloatWriter:
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self.graph = Graph(network.input.name)
+        self.graph = Graph(network.input.name, dict(network.heads))
         self.names = {network.input.name: network.input.name}  # floats, by value
 
     def write(self) -> dict[str, tuple[str, int]]:
