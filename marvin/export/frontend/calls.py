@@ -82,7 +82,7 @@ def _scaled(builder: Builder, call: Call) -> str:
         raise call.refusal(": two values of the network, or one and a number, can be multiplied")
     factor = 1 / number if is_divided and number else float(number)
     source = call.codes(call.nodes[0])
-    channels = (builder.shape(source) or (1,))[0]
+    channels = builder.values[source].channel_count
     numbers = torch.full((channels,), factor, dtype=torch.float64)
     fmt = exact_format(numbers)
     wl = builder.scale_wl if fmt is None else min(builder.scale_wl, fmt.wl)
@@ -206,7 +206,7 @@ def _reshape(builder: Builder, call: Call) -> str:
     source, shape = call.value(call.args[0]), call.shape
     if shape == builder.shape(source):
         result = source
-    elif len(shape) == 1:
+    elif len(shape) == 1 and builder.shape(source):
         result = builder.keep(call.name, source, lambda n, x, _fmt: Flatten(n, (x,)))
     else:
         result = reshape(builder, call.name, source, shape)

@@ -253,6 +253,11 @@ class Value:
         """Bound of every code and partial sum, without zeros at the end that a channel shares."""
         return max((c.magnitude >> c.trailing_zeros for c in self.channels), default=self.magnitude)
 
+    @property
+    def channel_count(self) -> int:
+        """Size of the first dimension; 1 where a sample is one number."""
+        return self.shape[0] if self.shape else 1
+
     def channel(self, index: int) -> Channel:
         """Return what the codes of one channel can be."""
         if self.channels:

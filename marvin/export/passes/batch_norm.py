@@ -114,7 +114,7 @@ def spare_of(before: Operation, x: Value, source_fl: int) -> Tensor:
         int64, shape ``(channels,)``.
     """
     if not isinstance(before, Weighted):
-        return torch.full((x.shape[0],), max(0, min(6, 14 - x.bits)))
+        return torch.full((x.channel_count,), max(0, min(6, 14 - x.bits)))
     finer = x.fl - source_fl - before.weight_fmt.fl
     # a bias may have taken some of them
     used = [

@@ -271,8 +271,9 @@ def _value(op: Operation, source: Operation, values: Mapping[str, Value]) -> Val
         raise ExportError(f"{op.name} must add values of one shape")
     if isinstance(op, Mul) and len(inputs[0].shape) != len(inputs[1].shape):
         raise ExportError(f"{op.name} must multiply values of as many dimensions")
-    if isinstance(op, Affine) and len(op.scale) != inputs[0].shape[0]:
-        raise ExportError(f"{op.name} must have {inputs[0].shape[0]} scales, got {len(op.scale)}")
+    if isinstance(op, Affine) and len(op.scale) != inputs[0].channel_count:
+        count = inputs[0].channel_count
+        raise ExportError(f"{op.name} must have {count} scales, got {len(op.scale)}")
     return value
 
 

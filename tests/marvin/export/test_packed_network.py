@@ -119,6 +119,28 @@ def test_the_reader_knows_products(reader, make, tmp_path):
     assert_reads(reader, network, x, tmp_path / "net")
 
 
+class Numbers(nn.Module):
+    """Samples that are one number each, in a product and as channels again."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc, self.last = nn.Conv2d(2, 3, 1), nn.Linear(3, 1), nn.Linear(1, 2)
+
+    def forward(self, x):
+        x = F.relu(self.conv(x))
+        mean, one = x.mean((1, 2, 3)) * 0.37, self.fc(x.flatten(2).mean(2)).squeeze(-1)
+        both = one * 0.37 + mean
+        return {"one": one / 3, "both": both, "last": self.last(both.view(-1, 1)), "mean": mean}
+
+
+def test_the_reader_knows_samples_of_one_number(reader, make, tmp_path):
+    _, network, x = make(Numbers, (2, 4, 4))
+    scaled = [op for op in network.operations if isinstance(op, nodes.Affine)]
+    assert [network.values[op.name].shape for op in scaled] == [()] * 3
+    assert_reads(reader, network, x, tmp_path / "net")
+    assert_reads(reader, round_sums(network, x), x, tmp_path / "net")
+
+
 def test_the_readers_know_every_operation(reader):
     found = {kind for kind, table in packed_network._KINDS.items() if table is not nodes.Input}
     own = {
