@@ -293,10 +293,8 @@ class Builder:
         if source in self.pending:
             return self._realised(source, fmt, name)
         value = self.values.get(source)
-        if value is not None and value.fl <= fmt.fl:
-            shift = fmt.fl - value.fl
-            if fmt.min_code <= value.low << shift and value.high << shift <= fmt.max_code:
-                return source
+        if value is not None and value.is_in(fmt):
+            return source
         return self.add(Round(name, (source,), fmt))
 
     def end(self, heads: Mapping[str, str]) -> None:

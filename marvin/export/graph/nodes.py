@@ -264,6 +264,13 @@ class Value:
             return self.channels[index]
         return Channel(self.low, self.high, self.magnitude)
 
+    def is_in(self, fmt: FixedPoint) -> bool:
+        """Say whether a format has every code, so that rounding to it changes nothing."""
+        left = fmt.fl - self.fl
+        if left < 0:
+            return False
+        return fmt.min_code <= self.low << left and self.high << left <= fmt.max_code
+
     def is_exact(self, significand_bits: int) -> bool:
         """Say whether floats with so many significant bits compute these codes without error."""
         return self.significand <= 2**significand_bits

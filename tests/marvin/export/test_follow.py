@@ -421,6 +421,42 @@ def test_float_biases_change_no_rounding(bits, per_channel):
     assert gap.max() <= 2.0**-step + 2.0**-22 * want.abs().max()
 
 
+def finer_than_sums(change=None):
+    """Return a network whose first layer's output format is finer than its exported sums."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 3, bias=False))
+    formats = {"0.weight": FixedPoint(4, 2), "1.weight": FixedPoint(3, 3)}
+    model = marvin.export.nearest_weights(model, formats)
+    if change:
+        model[0].register_forward_hook(change)
+    long = FixedPoint(32, 24)
+    rounds = {"0": Formats(FixedPoint(8, 5), long), "1": Formats(long, None)}
+    return describe(model, torch.randn(40, 8), formats, rounds)
+
+
+def test_a_rounding_that_is_left_out_is_one_of_the_model(monkeypatch):
+    """The bias is exported coarser than the output's format; the model's own sums are rounded to that."""
+    network = finer_than_sums()
+    assert [type(op).__name__ for op in network.operations[1:]] == ["Round", "Linear", "Linear"]
+    assert network.values["0"].fl < 24
+    assert network.values["1"].is_exact(24)  # as exported; the model's own sums are longer
+    monkeypatch.setattr(trace, "check_own", lambda *_: None)
+    with pytest.raises(ExportError, match="0 computes something else .* up to 3.*e-05 from"):
+        finer_than_sums(lambda _m, _i, y: y + 2.0**-15)
+
+
+@pytest.mark.parametrize("seed", [3, 5, 15, 19])
+def test_formats_of_two_calibrations_are_followed(seed):
+    torch.manual_seed(seed)
+    model, x = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 3)), torch.randn(8, 4)
+    short, long = (marvin.calibrate(model, [x], bits=n, weight_bits=4) for n in (9, 16))
+    second = {k: v for k, v in long.state_dict().items() if k.startswith("1.")}
+    short.load_state_dict(short.state_dict() | second)
+    network = describe(marvin.freeze(short), x)
+    assert network.values["1"].fl < 16
+    assert network.output == "1"
+
+
 def test_one_module_between_layers_of_different_formats():
     """What comes in already rounded says nothing of what a module rounds."""
     model = Net(lambda m, x: m.fc(m.same(m.c2(m.same(m.c1(x)))).flatten(1))).eval()
