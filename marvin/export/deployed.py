@@ -61,8 +61,12 @@ class Deployed:
 
     def packed(self) -> Packed:
         """Return the model's state and the network, both as integers, what both have once."""
-        state, activations = self.model.state_dict(), self.network.formats()
-        return pack_state(state, self.formats, activations, self.network)
+        return pack_state(self.tensors(), self.formats, self.network.formats(), self.network)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the model's state: what else ``get_extra_state`` gives is left out."""
+        state = self.model.state_dict()
+        return {name: x for name, x in state.items() if isinstance(x, Tensor)}
 
 
 def deploy(

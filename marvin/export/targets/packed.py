@@ -106,8 +106,15 @@ def pack_state(
         network: What the model computes. Its numbers are kept, once where they are in ``state``.
 
     Raises:
-        ExportError: A name is not in ``state``, or its values are not numbers of its format.
+        ExportError: A name is not in ``state``, or its values are not numbers of its format; or the
+            state has something that is no tensor.
     """
+    for name, x in state.items():
+        if not isinstance(x, Tensor):
+            raise ExportError(
+                f"{name} must be a tensor, got {type(x).__name__}: leave it out of the state, or let "
+                "get_extra_state return a tensor"
+            )
     if unknown := sorted(set(formats) - set(state)):
         raise ExportError(f"formats must be of tensors in the state, got {', '.join(unknown)}")
     known = {name: _known(name, fmt) for name, fmt in formats.items()}

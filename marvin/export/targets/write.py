@@ -79,16 +79,19 @@ _TOGETHER = 256  # samples that ONNX Runtime computes at one time
 def _packed(order: Order) -> Written:
     path = order.folder / "network.safetensors"
     size = packed.save(order.deployed.packed(), path)
+    state, what = order.deployed.tensors(), path.name
+    if left_out := [name for name in order.deployed.model.state_dict() if name not in state]:
+        what += f" without {', '.join(left_out)}, which are no tensors"
     if order.samples is None:
-        return Written(size, path.name)
+        return Written(size, what)
     loaded = packed.load(path)
-    state, found = order.deployed.model.state_dict(), loaded.state_dict()
+    found = loaded.state_dict()
     names = sorted(state)
     same = sorted(found) == names and all(torch.equal(found[n], state[n]) for n in names)
     if not same or loaded.network is None:
         raise ExportError("the packed weights differ from the model's")
     got = list(integer.run_heads(loaded.network, order.samples).values())
-    proved = _proved(order, size, path.name, got, "the network read back")
+    proved = _proved(order, size, what, got, "the network read back")
     proof = f"all {len(names)} tensors come back, every bit; {proved.proof}"
     return replace(proved, proof=proof)
 

@@ -48,6 +48,18 @@ def resnet():
 
 def mlp():
     return nn.Sequential(nn.Linear(36, 12), nn.ReLU(), nn.Linear(12, 3))
+
+
+class Counted(nn.Sequential):
+    def get_extra_state(self):
+        return {"steps": 5}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def counted():
+    return Counted(nn.Linear(36, 12), nn.ReLU(), Counted(nn.Linear(12, 3)))
 """
 
 
@@ -281,6 +293,19 @@ def test_ranges_of_a_frozen_model_are_taken_again(saved, tmp_path, capsys):
         torch.testing.assert_close(
             integer.run(found["calibrated"], x), fixed(x).double(), rtol=0, atol=0
         )
+
+
+@pytest.mark.parametrize("target", ["packed", "c"])
+def test_state_that_is_no_tensor_is_left_out_and_named(saved, capsys, target):
+    path, frozen, *_ = saved("counted")
+    words = [str(path), "--to", target, "--shape", "36", "--allow", "users_nets:Counted"]
+    main(words)
+    main([*words, "--verify"])
+    text = capsys.readouterr().out
+    named = "network.safetensors without _extra_state, 2._extra_state, which are no tensors, "
+    assert text.count(named) == 2 * (target == "packed")
+    with pytest.raises(ExportError, match="^_extra_state must be a tensor, got dict: leave it out"):
+        packed.pack_state(frozen.state_dict(), weight_formats(frozen))
 
 
 def test_a_class_of_the_users_is_refused_by_name_until_it_is_allowed(saved):
