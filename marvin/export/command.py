@@ -61,8 +61,10 @@ def export(given: argparse.Namespace, trained: Trained, deployed: Deployed, fold
         trained = dataclasses.replace(trained, samples=trained.samples[: given.samples])
     rows = layer_rows(deployed, trained.samples[:64])
     reference = integer.run_heads(deployed.network, trained.samples)
+    origin = deployed.network.origin
+    origin = trained.carried if origin == "trained" else origin
     lines = [
-        f"{trained.path}: {trained.title}; formats of activations: {deployed.network.origin}",
+        f"{trained.path}: {trained.title}; formats of activations: {origin}",
         *trained.notes,
         table(rows),
         weight_line(deployed),

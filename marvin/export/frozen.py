@@ -40,7 +40,8 @@ def export(given: argparse.Namespace, prog: str) -> None:
         title = f"{type(model).__name__}, frozen"
         facts = given.model, title, model, samples, labels, "samples", (note, *notes)
         folder = given.model.with_name(f"{given.model.stem}-export")
-        command.export(given, Trained(*facts), deployed, folder)
+        trained = Trained(*facts, carried="the model's own")  # of training, or of marvin.calibrate
+        command.export(given, trained, deployed, folder)
 
 
 def _samples(

@@ -33,6 +33,7 @@ class Trained:
         labels: Of the samples, int64; None where they are not known.
         unit: What a sample is.
         notes: More to tell.
+        carried: What formats of activations are called that the model carries.
     """
 
     path: Path
@@ -42,6 +43,7 @@ class Trained:
     labels: Tensor | None
     unit: str = "images"
     notes: tuple[str, ...] = ()
+    carried: str = "trained"
 
     def accuracy(self, logits: Tensor) -> float:
         """Return the share of right answers; ``logits`` (samples, classes) are of the first samples."""

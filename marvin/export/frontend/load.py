@@ -76,16 +76,21 @@ def load_tensor(path: str | Path) -> Tensor:
     if not is_numpy:
         _check_whole(path)
     try:
-        found: Any = (
-            torch.from_numpy(np.load(path, allow_pickle=False)) if is_numpy else _load(path)
-        )
+        found: Any = _array(path) if is_numpy else _load(path)
     except OSError:
         raise
     except Exception as error:
-        raise _damaged(path, error) from error
+        required = "numpy.save, an array of numbers" if is_numpy else "torch.save"
+        raise _damaged(path, error, required) from error
     if not isinstance(found, Tensor):
         raise ExportError(f"{path} must hold a tensor, got {type(found).__name__}")
     return found.detach()
+
+
+def _array(path: str | Path) -> Tensor:
+    """Return an array of ``numpy.save``; torch takes no bytes in another order than this machine's."""
+    array = np.load(path, allow_pickle=False)
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
 
 
 def _load(path: str | Path) -> Any:
@@ -140,6 +145,6 @@ def _check_whole(path: str | Path) -> None:
         raise ExportError(f"{path} must be whole, got a wrong checksum of {damaged}")
 
 
-def _damaged(path: str | Path, error: Exception) -> ExportError:
+def _damaged(path: str | Path, error: Exception, required: str = "torch.save") -> ExportError:
     reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
-    return ExportError(f"{path} must be a whole file of torch.save, got {reason}")
+    return ExportError(f"{path} must be a whole file of {required}, got {reason}")

@@ -101,6 +101,8 @@ def describe(  # noqa: PLR0913  each is a choice of the user's
         raise TypeError(f"samples must be a tensor, one batch, got {type(sample).__name__}")
     if not sample.numel():
         raise ExportError(f"samples must be some, to compare on, got shape {tuple(sample.shape)}")
+    if any(x is not None and x.isnan().any() for x in (sample, calibration)):
+        raise ExportError("the input must be numbers, got NaN: leave such samples out")
     if isinstance(model, _WRAPPERS):
         raise ExportError(
             f"the model must come without {type(model).__name__}: write describe(model.module, samples)"

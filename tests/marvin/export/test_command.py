@@ -20,6 +20,7 @@ from fixedpoint_kernels import FixedPoint, forward_save
 from marvin.export import ExportError, describe, integer, load_frozen, packed, weight_formats
 from marvin.export.__main__ import main
 from marvin.export.command import one_line
+from marvin.export.frontend.load import load_tensor
 from marvin.export.graph.formats import exact_format
 
 ROOT = Path(__file__).parents[3]
@@ -149,7 +150,7 @@ def test_a_saved_frozen_model_is_exported_and_verified(saved, kind, policy, tmp_
         words = "net.pt", "--to", target, "--verify", "--inputs", inputs, "--labels", "y.pt", *allow
         text = command(tmp_path, *words)
         assert "formats of weights: the model's own\n" in text
-        assert "formats of activations: trained" in text
+        assert "formats of activations: the model's own" in text
         assert "verified: " in text
         assert "test accuracy: trained " in text
         assert "(20 samples)" in text
@@ -278,7 +279,7 @@ def test_ranges_of_a_frozen_model_are_taken_again(saved, tmp_path, capsys):
     torch.save(x, tmp_path / "x.pt")
     words = str(path), "--to", "packed", "--verify", "--inputs", str(tmp_path / "x.pt")
     found = {}
-    for flags, origin in ((), "trained"), (("--recalibrate", "--estimator", "max"), "calibrated"):
+    for flags, origin in ((), "the model's own"), (("--recalibrate", "--estimator", "max"), "calibrated"):
         main([*words, *flags, "--out", str(tmp_path / origin)])
         text = capsys.readouterr().out
         assert f"formats of activations: {origin}" in text
@@ -433,6 +434,42 @@ def test_layers_that_multiply_integers_or_keep_less_are_exported(nets, tmp_path)
         network = describe(way, x)
         torch.testing.assert_close(integer.run(network, x), integer.run(plain, x), rtol=0, atol=0)
     assert [type(m) for m in model.modules()] == classes
+
+
+def test_a_calibrated_model_is_not_said_to_be_trained(nets, tmp_path, capsys):
+    torch.manual_seed(0)
+    path = tmp_path / "net.pt"
+    fixed = marvin.calibrate(nets.mlp(), [torch.randn(40, 36)])
+    torch.save(marvin.freeze(fixed), path)
+    main([str(path), "--to", "packed", "--shape", "36"])
+    assert "frozen; formats of activations: the model's own\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">f8", "<f4"])
+def test_samples_of_any_order_of_bytes(saved, tmp_path, dtype):
+    saved()
+    array = np.load(tmp_path / "x.npy")
+    np.save(tmp_path / "other.npy", array.astype(dtype))
+    found = load_tensor(tmp_path / "other.npy").float().numpy()
+    np.testing.assert_array_equal(found, array, strict=True)
+
+
+def test_what_is_no_array_of_numbers_is_named(tmp_path):
+    np.save(tmp_path / "names.npy", np.array(["a"]))
+    with pytest.raises(ExportError, match="a whole file of numpy.save, an array of numbers, got Typ"):
+        load_tensor(tmp_path / "names.npy")
+
+
+@pytest.mark.parametrize("place", [0, 45])  # of what is compared, and of what ranges are taken of
+def test_samples_that_are_no_numbers_are_named(saved, tmp_path, place):
+    path, frozen, *_ = saved()
+    x = torch.randn(50, 36)
+    x[place, 3] = torch.nan
+    torch.save(x, tmp_path / "x.pt")
+    message = refused(path, "--to", "packed", "--inputs", tmp_path / "x.pt")
+    assert message.endswith("the input must be numbers, got NaN: leave such samples out")
+    with pytest.raises(ExportError, match="the input must be numbers, got NaN"):
+        describe(frozen, x)
 
 
 def test_samples_that_do_not_fit_are_one_line(saved, tmp_path):
