@@ -1,6 +1,6 @@
 """The printed report of a run."""
 
-from perfmodel.run import Run
+from perfmodel.run import LACKS_PRODUCTS, Run
 from perfmodel.summary import LayerRow, layer_rows, totals, what_ifs
 from perfmodel.text import binary, metric, table
 
@@ -16,6 +16,7 @@ def report(run: Run) -> str:
     lines = [
         f"{run.title}: {trace.steps:,} steps of {run.batch_size} x {run.accumulation_steps} samples",
         "All modelled (multiply-adds weighted by word length) unless it says measured.",
+        *([LACKS_PRODUCTS] if run.lacks_products else []),
         "",
         _layers(layer_rows(run), trace.has_inputs),
         "",

@@ -23,9 +23,15 @@ from perfmodel.files import (
 from perfmodel.layers import Layer
 from perfmodel.trace import Trace
 
-__all__ = ["Run", "RunError", "compare", "read_run", "start_of"]
+__all__ = ["LACKS_PRODUCTS", "Run", "RunError", "compare", "read_run", "start_of"]
 
 MARVIN_ONLY = "init_wl", "lookback", "resolution"
+NO_WEIGHT = "0"  # elements of a product of two activations in layers.csv
+HAVE_PRODUCTS = ("vit",)  # of our models; their runs did not always record them
+LACKS_PRODUCTS = (
+    "Products of activations, such as attention's, are missing: an earlier version recorded this run. "
+    "To count them: python -m perfmodel RUN --model module:function --input shape"
+)
 MOST = 10**15  # of what is counted: sums of such numbers are exact
 MOST_STEPS = 10**7  # a figure has a value for each
 
@@ -55,6 +61,8 @@ class Run:
         accumulation_steps: Forward passes of an optimiser step.
         images_per_s: Measured in training, the median epoch; None where there is no record.
         machine: Where that was measured.
+        lacks_products: Whether its model multiplies activations with each other, as attention does,
+            and ``layers`` leave that out: the run is of an earlier version.
     """
 
     path: Path
@@ -65,6 +73,7 @@ class Run:
     accumulation_steps: int
     images_per_s: float | None
     machine: str
+    lacks_products: bool = False
 
     @property
     def samples(self) -> int:
@@ -85,7 +94,7 @@ def read_run(path: Path, model: Sequence[Layer] | None = None) -> Run:
     config, table = _config(path), path / LAYERS
     rows = read_rows(table, ("layer", "elements"))
     layers = list(model) if model is not None else _layers(table, rows)
-    names = {row["layer"] for row in rows}
+    names = {row["layer"] for row in rows if row["elements"] != NO_WEIGHT}
     if model is not None:
         compare(rows, model, table)
     trace = _trace(path, config, names)
@@ -97,6 +106,7 @@ def read_run(path: Path, model: Sequence[Layer] | None = None) -> Run:
         config["batch_size"],
         config["accumulation_steps"],
         *_measured(path),
+        config["model"] in HAVE_PRODUCTS and all(own.weight for own in layers),
     )
 
 
@@ -132,7 +142,11 @@ def compare(rows: Sequence[Mapping[str, str]], model: Sequence[Layer], path: Pat
     Raises:
         RunError: They are not; names the layers that differ.
     """
-    ran = {row["layer"]: whole(path, row, "elements", 1, MOST) for row in rows}
+    ran = {
+        row["layer"]: whole(path, row, "elements", 1, MOST)
+        for row in rows
+        if row["elements"] != NO_WEIGHT
+    }
     has = {row.weight: row.elements for row in model if row.weight}
     groups = {
         "only in the run": sorted(set(ran) - set(has)),
@@ -183,10 +197,10 @@ def _layers(path: Path, rows: Sequence[Mapping[str, str]]) -> list[Layer]:
         )
     found = []
     for row in rows:
-        madds, elements = whole(path, row, "madds", 0, MOST), whole(path, row, "elements", 1, MOST)
+        madds, elements = whole(path, row, "madds", 0, MOST), whole(path, row, "elements", 0, MOST)
         name, shape = row["layer"], row.get("shape", "")
-        module = name.removesuffix(".weight")
-        found.append(Layer(module, shape, madds, elements, (), (), name, elements))
+        module, weight = name.removesuffix(".weight"), name if elements else ""
+        found.append(Layer(module, shape, madds, elements, (), (), weight, elements))
     return found
 
 

@@ -180,5 +180,6 @@ def as_dict(run: Run) -> dict[str, object]:
             "totals": [asdict(total) for total in totals(run)],
             "what_if": [asdict(row) for row in what_ifs(run)],
         },
+        "lacks_products": run.lacks_products,
         "measured": {"images_per_s": run.images_per_s, "on": run.machine or None},
     }

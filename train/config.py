@@ -128,7 +128,9 @@ class Config:
         0.0, "loss-budget: mean of weights' and inputs' word lengths that formats keep to; 0: none"
     )
     target_ebops: float = option(
-        0.0, "loss-budget: bits of weights times bits of inputs over multiply-adds; 0: no target"
+        0.0,
+        "loss-budget: bits of weights times bits of inputs over multiply-adds with weights; products "
+        "of activations (attention) do not count; 0: no target",
     )
     free_zeros: bool = option(False, "loss-budget: inputs that are 0 are charged no noise")
     loss_floor: float = option(

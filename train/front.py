@@ -28,7 +28,7 @@ import marvin
 from marvin.files import write_atomic
 from perfmodel.cost import ebops
 from perfmodel.files import METRICS, RunError, UserError, number, read_config, read_rows, whole
-from perfmodel.run import MOST_STEPS, read_run, start_of
+from perfmodel.run import LACKS_PRODUCTS, MOST_STEPS, read_run, start_of
 from perfmodel.trace import SwitchLike, Trace
 from train.config import Config, to_dict
 from train.records import RunFolder
@@ -156,6 +156,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         runs.setdefault(run.resolve(), run)
     try:
         _check_alike(list(runs.values()))
+        for run in runs.values():
+            if read_run(run).lacks_products:
+                print(f"{run}: {LACKS_PRODUCTS}")
         found = [own for run in runs.values() for own in candidates_of(run)]
         for own in front(found):
             kept = f"  {own.checkpoint}" if own.checkpoint.exists() else ""

@@ -324,10 +324,14 @@ def check_data(state: dict[str, Any], dataset: Dataset) -> None:
 
 
 def layer_rows(training: Training) -> list[dict[str, object]]:
-    """Return name, shape and multiply-adds of each layer that has a format, in parameter order."""
+    """Return the rows of ``layers.csv``: name, shape, elements and multiply-adds.
+
+    First each layer that has a format, in parameter order; then the modules that multiply
+    activations with each other, with their kind for a shape and without elements.
+    """
     named = training.model.named_parameters()
     madds = {w.name: w.madds for w in weights_of(training.layers)}
-    return [
+    rows: list[dict[str, object]] = [
         {
             "layer": name,
             "shape": "x".join(map(str, p.shape)),
@@ -336,6 +340,11 @@ def layer_rows(training: Training) -> list[dict[str, object]]:
         }
         for name, p in named
         if p.ndim >= 2
+    ]
+    return rows + [
+        {"layer": own.name or "model", "shape": own.kind, "elements": 0, "madds": own.madds}
+        for own in training.layers
+        if not own.weight
     ]
 
 

@@ -27,7 +27,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from marvin.files import write_atomic
 from perfmodel.files import LAYERS, METRICS, TRACE, RunError, UserError, number, read_rows, whole
-from perfmodel.run import MOST_STEPS, start_of
+from perfmodel.run import MOST_STEPS, NO_WEIGHT, start_of
 from train.config import to_dict
 from train.records import RunFolder, read_csv
 
@@ -81,7 +81,11 @@ def read(path: Path) -> History:
         raise UserError(f"{path} must have one whole epoch to draw, got none")
     part = "validation" if rows[-1].get("validation_accuracy") else "train"
     steps = [whole(path / METRICS, row, "step", 1, MOST_STEPS) for row in rows]
-    layers = read_rows(path / LAYERS, ("layer", "shape"))
+    layers = [
+        row
+        for row in read_rows(path / LAYERS, ("layer", "shape"))
+        if row.get("elements") != NO_WEIGHT
+    ]
     names = [row["layer"] for row in layers]
     trace = read_rows(path / TRACE, ("step", "layer", "wl"))
     own = [row | {"wl": row["input_wl"]} for row in trace if row.get("input_wl", "0") != "0"]

@@ -70,7 +70,8 @@ class LossBudgetPolicy(RangePolicy):
             ``max_wl`` bits: at each switch ``kappa`` and ``max_noise`` are multiplied by what gives it, so that only their
             ratio matters. None: as ``kappa`` has it.
         target_ebops: The same for EBOPs: bits of weights times bits of inputs, without signs, over
-            ``madds``.
+            ``madds``. Products of two activations, as of attention, do not count: no format is
+            theirs.
         madds: Pairs of a weight's name and its multiply-adds, ``(own.weight, own.madds)`` of each of
             ``perfmodel.layers``; those of modules that share a weight are added up.
         free_zeros: Only inputs that are not 0 are charged noise: zeros, as behind a ReLU, are not
