@@ -23,6 +23,7 @@ __all__ = ["load"]
 
 CODES = SUFFIXES[0]
 OF_THE_SCHEDULE = "best", "num_bad_epochs", "cooldown_counter", "last_epoch"
+SINCE_VERSION_2 = "left_out", "switch_steps"
 FREE = "lr", "initial_lr", "batch_size"  # settings that may differ from those the run began with
 
 
@@ -51,6 +52,7 @@ def _check(training: Training, state: Mapping[str, Any]) -> None:
     check_names("model", of_model, state["model"])  # earlier versions kept no formats in it
     check_alike("model", want["model"], state["model"])
     _check_progress(training, state["progress"])
+    _check_switch_steps(state["progress"], len(state["optimizer"].get("marvin", {}).get("trace", ())))
     _check_schedule(training.scheduler, want["scheduler"], state["scheduler"])
     common = state["optimizer"].get("marvin", {})
     steps = common.get("step", state["progress"]["total_steps"])
@@ -99,7 +101,7 @@ def _check_policy(want: Mapping[str, Any], common: Mapping[str, Any]) -> None:
 
 def _check_progress(training: Training, got: Mapping[str, Any]) -> None:
     want = dataclasses.asdict(training.progress)
-    check_names("progress", want, got)
+    check_names("progress", want, {name: 0 for name in SINCE_VERSION_2} | got)
     check_alike("progress", want, got)
     whole = training.steps * got["epoch"] + got["step"]
     images = len(training.parts.train)
@@ -108,6 +110,8 @@ def _check_progress(training: Training, got: Mapping[str, Any]) -> None:
             f"it is at step {got['step']} of {training.steps} in epoch {got['epoch'] + 1}, "
             f"after {got['total_steps']}"
         )
+    if not 0 <= got.get("left_out", 0) <= got["seen"]:
+        raise ValueError(f"it left out {got['left_out']} of {got['seen']} images")
     if not 0 <= got["correct"] <= got["seen"] <= images or got["step"] > got["seen"]:
         raise ValueError(f"it has {got['correct']} right of {got['seen']} of {images} images")
     if len(got["rows"]) != got["epoch"]:
@@ -116,6 +120,16 @@ def _check_progress(training: Training, got: Mapping[str, Any]) -> None:
         check_names("metrics", dict.fromkeys(COLUMNS), row)
         known = {name: value for name, value in row.items() if value is not None}
         check_alike("metrics", dict.fromkeys(known, 0.0), known)
+
+
+def _check_switch_steps(progress: Mapping[str, Any], switches: int) -> None:
+    """Refuse steps that are not those of as many switches, in order and within the run."""
+    steps = progress.get("switch_steps", [0] * switches)
+    is_whole = all(type(step) is int for step in steps)
+    if len(steps) != switches or not is_whole or steps != sorted(steps):
+        raise ValueError(f"it has {len(steps)} steps of {switches} switches, {shown(steps)}")
+    if steps and not 0 <= steps[0] <= steps[-1] <= progress["total_steps"]:
+        raise ValueError(f"its switches came in steps {steps[0]} to {steps[-1]}")
 
 
 def _check_schedule(

@@ -100,7 +100,7 @@ def keep(training: Training) -> None:
     config, optimizer = training.config, training.optimizer
     is_fixed = isinstance(optimizer, marvin.Quantized)
     start = start_of(to_dict(config)) if is_fixed else Trace((), 0, 32, kept={"*": 32})
-    switches = optimizer.trace if isinstance(optimizer, marvin.Quantized) else []
+    switches = training.switches()
     found = []
     for row in training.progress.rows:
         accuracy = row["validation_accuracy"]

@@ -60,8 +60,11 @@ def train_epoch(training: Training, monitor: Monitor) -> int:
     monitor.begin_epoch(progress, min(training.steps * step_size(config), len(order)))
     while progress.step < training.steps:
         indices = step_indices(order, progress.step, config.batch_size, config.accumulation_steps)
+        skipped = training.skipped_steps
         loss, correct = train_step(training, indices)
-        progress.add(loss, correct, sum(len(i) for i in indices))
+        was_skipped = training.skipped_steps > skipped
+        progress.add(loss, correct, sum(len(i) for i in indices), was_skipped=was_skipped)
+        training.note_switches()
         monitor.step(training, loss)
         if is_checkpoint_due(config, progress, training.steps):
             monitor.flush()
@@ -133,20 +136,22 @@ def end_epoch(training: Training) -> dict[str, float | None]:
     """Evaluate, let the schedule decide, and return the row of the epoch."""
     config, progress, parts = training.config, training.progress, training.parts
     lr = training.optimizer.param_groups[0]["lr"]
-    train = Score(progress.loss_sum / progress.seen, progress.correct / progress.seen)
+    train_loss = progress.mean_loss
+    train = Score(math.nan if train_loss is None else train_loss, progress.correct / progress.seen)
     held_out = None
     model = training.evaluated
     reestimate(training, model)
     if len(parts.validation):
         held_out = evaluate(model, parts.validation, training.dataset, config.batch_size)
-    is_plateau = config.schedule == "plateau"
+    has_loss = held_out is not None or train_loss is not None
+    is_plateau = config.schedule == "plateau" and has_loss
     if is_plateau and (training.policy is None or not training.policy.rules.owns_lr):
         training.scheduler.step((held_out or train).loss)
     values = (
         progress.epoch + 1,
         progress.total_steps,
         lr,
-        train.loss,
+        train_loss,
         train.accuracy,
         held_out and held_out.loss,
         held_out and held_out.accuracy,
@@ -155,6 +160,7 @@ def end_epoch(training: Training) -> dict[str, float | None]:
     row: dict[str, float | None] = dict(zip(COLUMNS, values, strict=True))
     if isinstance(training.optimizer, marvin.Quantized):
         training.optimizer.end_epoch()
+        training.note_switches()
     progress.finish_epoch(row)
     return row
 
@@ -217,7 +223,7 @@ def save_tables(training: Training) -> None:
         rows = (
             dataclasses.asdict(switch)
             | {"ebops": madds[switch.layer] * start.segment_after(switch).ebops}
-            for switch in training.optimizer.trace
+            for switch in training.switches()
         )
         training.folder.save_rows(TRACE, rows, [*columns, "ebops"])
 

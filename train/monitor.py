@@ -41,6 +41,7 @@ class Monitor:
         self._bar: tqdm[Any] | None = None
         self._watch = Watch() if training.config.device == "cpu" else None
         self._meter = _meter(training)
+        self._trace: list[marvin.Switch] = []  # that the meter has seen
         self._switches = -1  # that the curves show
         self._drawn: dict[str, float] = {}  # where the curves are
         if isinstance(training.optimizer, marvin.Quantized):
@@ -95,14 +96,14 @@ class Monitor:
         speedup = None
         if isinstance(training.optimizer, marvin.Quantized):
             self._formats(training.optimizer, progress.total_steps)
-            speedup = self._meter.speedup(training.optimizer.trace, progress.total_steps)
+            self._trace += training.switches(len(self._trace))
+            speedup = self._meter.speedup(self._trace, progress.total_steps)
             self._scalar("speedup/so_far_modelled", speedup, progress.total_steps)
             self._scalar("ebops_modelled", self._meter.ebops(), progress.total_steps)
         if bar is not None and not bar.disable:
-            shown = {
-                "loss": f"{progress.loss_sum / progress.seen:.3f}",
-                "accuracy": f"{progress.correct / progress.seen:.1%}",
-            }
+            shown = {"accuracy": f"{progress.correct / progress.seen:.1%}"}
+            if progress.mean_loss is not None:
+                shown = {"loss": f"{progress.mean_loss:.3f}", **shown}
             if training.mean_word_length is not None:
                 shown["bits"] = f"{training.mean_word_length:.1f}"
             if speedup is not None:
@@ -142,7 +143,8 @@ class Monitor:
                 self._scalar(f"saturation/{layer}", share, step)
         self._scalar("images_per_s", images_per_s, step)
         self.flush()
-        print(epoch_line(row, training.config.epochs, images_per_s), flush=True)
+        skipped = training.skipped_steps
+        print(epoch_line(row, training.config.epochs, images_per_s, skipped), flush=True)
 
     def _scalar(self, name: str, value: float | None, step: int) -> None:
         if value is not None:
@@ -211,8 +213,8 @@ def _meter(training: Training) -> Meter:
     return Meter(training.layers, samples, start_of(to_dict(config)))
 
 
-def epoch_line(row: Row, epochs: int, images_per_s: float) -> str:
-    """Return the line printed at the end of an epoch."""
+def epoch_line(row: Row, epochs: int, images_per_s: float, skipped: int = 0) -> str:
+    """Return the line printed at the end of an epoch; ``skipped`` are steps of the run so far."""
     words = [f"epoch {row['epoch']}/{epochs}"]
     for part in ("train", "validation"):
         if row[f"{part}_loss"] is not None:
@@ -220,4 +222,6 @@ def epoch_line(row: Row, epochs: int, images_per_s: float) -> str:
             words.append(f"{part} loss {loss:.4f} accuracy {accuracy:.2%}")
     if row["mean_word_length"] is not None:
         words.append(f"mean word length {row['mean_word_length']:.1f} bits")
+    if skipped:
+        words.append(f"{skipped} of {row['step']} steps skipped")
     return "  ".join([*words, f"lr {row['lr']:.3g}", f"{images_per_s:,.0f} images/s"])

@@ -40,7 +40,7 @@ PACKAGES = ("marvin-fixedpoint", "torch", "numpy", "numba", "triton")
 FREE_TO_CHANGE = ("run", "resume", "data_dir", "device", "epochs", "checkpoint_steps")
 TIMES = ("epoch", "images", "train_s", "epoch_s", "images_per_s")
 FRONT = "front"  # the folder of what --keep-front keeps
-VERSION = 1  # of checkpoints; those without one are of version 0, and otherwise the same
+VERSION = 2  # of checkpoints; those of 0, which have none, and 1 do not tell skipped steps
 PARTS = {"model": dict, "optimizer": dict, "scheduler": dict, "progress": dict, "data": str}
 OPTIONAL = {"forward_save": dict, "average": dict}
 

@@ -44,7 +44,11 @@ class Progress:
         loss_sum: Sum of the losses of ``step`` steps, each times its images.
         correct: Right answers in these steps.
         seen: Images in these steps.
+        left_out: Images of those of these steps that ``--nonfinite skip`` skipped: their losses count
+            nowhere.
         rows: Metrics of each whole epoch.
+        switch_steps: Step of the run at the end of which each switch of the optimizer came: the
+            optimizer's own count leaves out skipped steps.
     """
 
     epoch: int = 0
@@ -53,21 +57,32 @@ class Progress:
     loss_sum: float = 0.0
     correct: int = 0
     seen: int = 0
+    left_out: int = 0
     rows: list[dict[str, float | None]] = field(default_factory=list)
+    switch_steps: list[int] = field(default_factory=list)
 
-    def add(self, loss: float, correct: int, images: int) -> None:
+    @property
+    def mean_loss(self) -> float | None:
+        """Mean loss over the images of the epoch so far; None where all were left out."""
+        images = self.seen - self.left_out
+        return self.loss_sum / images if images else None
+
+    def add(self, loss: float, correct: int, images: int, *, was_skipped: bool = False) -> None:
         """Count one optimiser step."""
         self.step += 1
         self.total_steps += 1
-        self.loss_sum += loss * images
         self.correct += correct
         self.seen += images
+        if was_skipped:
+            self.left_out += images
+        else:
+            self.loss_sum += loss * images
 
     def finish_epoch(self, row: dict[str, float | None]) -> None:
         """Count one epoch, and begin the next one empty."""
         self.rows.append(row)
         self.epoch += 1
-        self.step = self.correct = self.seen = 0
+        self.step = self.correct = self.seen = self.left_out = 0
         self.loss_sum = 0.0
 
 
@@ -115,6 +130,29 @@ class Training:
             self.average.load_state_dict(state["average"])
         for name, value in state["progress"].items():
             setattr(self.progress, name, value)
+        if "switch_steps" not in state["progress"]:  # of an earlier version
+            self.progress.switch_steps = [switch.step for switch in self._own_switches]
+
+    @property
+    def _own_switches(self) -> list[marvin.Switch]:
+        optimizer = self.optimizer
+        return optimizer.trace if isinstance(optimizer, marvin.Quantized) else []
+
+    def note_switches(self) -> None:
+        """Remember the step of the run in which the optimizer's latest switches came."""
+        new = len(self._own_switches) - len(self.progress.switch_steps)
+        self.progress.switch_steps += [self.progress.total_steps] * new
+
+    def switches(self, first: int = 0) -> list[marvin.Switch]:
+        """Return the changes of formats, from number ``first`` on, with their steps of the run."""
+        pairs = zip(self._own_switches[first:], self.progress.switch_steps[first:], strict=True)
+        return [dataclasses.replace(switch, step=step) for switch, step in pairs]
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that ``--nonfinite skip`` skipped."""
+        optimizer = self.optimizer
+        return optimizer.skipped_steps if isinstance(optimizer, marvin.Quantized) else 0
 
     @property
     def steps(self) -> int:
