@@ -1,5 +1,6 @@
 """Read a run folder of ``train``; no torch, nothing is written."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from perfmodel.trace import Trace
 
 __all__ = ["LACKS_PRODUCTS", "Run", "RunError", "compare", "read_run", "start_of"]
 
+FIXED_LENGTH = re.compile("0*([2-9]|[12][0-9]|3[0-2])")  # bits, 2 to 32
 MARVIN_ONLY = "init_wl", "lookback", "resolution"
 NO_WEIGHT = "0"  # elements of a product of two activations in layers.csv
 HAVE_PRODUCTS = ("vit",)  # of our models; their runs did not always record them
@@ -172,7 +174,7 @@ def _config(folder: Path) -> dict[str, Any]:
     if method == "msgd":
         _check_marvin(path, values)
     length = arguments.partition(",")[0]
-    if method == "fixed" and length not in map(str, range(2, 33)):
+    if method == "fixed" and not FIXED_LENGTH.fullmatch(length):
         raise RunError(f"{path}: policy fixed must be of 2 to 32 bits, got {shown(length)}")
     return values
 

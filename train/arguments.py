@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perfmodel.arguments import Parser
@@ -11,6 +11,7 @@ from train.config import Config
 
 __all__ = ["READ_BY", "parse"]
 
+FIXED = "fixed:WL,FL"
 READ_BY = {  # which policies read a flag; others are common to all
     ("kappa", "max_noise"): ("loss-budget",),
     ("policy_bits", "per_channel", "ends_bits"): ("loss-budget", "static"),
@@ -19,6 +20,8 @@ READ_BY = {  # which policies read a flag; others are common to all
         *("lookback_momentum", "lookback_rounding", "strategy", "strategy_loss", "strategy_margin"),
         *("kl_eps", "kl_smoothing", "kl_direction", "kl_counts", "pushdown_range", "pushup"),
     ): ("marvin",),
+    ("symmetric",): ("marvin", FIXED),
+    ("one_dim",): ("marvin", "muppet", FIXED),
 }
 _DIVIDED = "forward_save", ("division", "few-bit+division")
 READ_WITH = {  # another flag, and with which values of it a flag is read
@@ -63,7 +66,7 @@ def parse(defaults: Config, argv: Sequence[str] | None = None) -> Config:
     return config
 
 
-def _check_read(config: Config, given: Iterable[str]) -> None:
+def _check_read(config: Config, given: Mapping[str, object]) -> None:
     """Refuse flags that are given and not read; float32 compares, so it may have those of policies.
 
     Raises:
@@ -76,9 +79,15 @@ def _check_read(config: Config, given: Iterable[str]) -> None:
             raise ValueError(f"{flag(name)} must be with {others}, got {flag(of)} {value}")
     if config.method == "sgd":
         return
+    if config.policy == "muppet" and given.get("quantize_gradients") is False:
+        raise ValueError(
+            "--no-quantize-gradients must be without --policy muppet, which rounds gradients: leave "
+            "one of them out"
+        )
+    policy = FIXED if config.policy.startswith("fixed:") else config.policy
     for name in given:
         readers = next((own for names, own in READ_BY.items() if name in names), ())
-        if readers and config.policy not in readers:
+        if readers and policy not in readers:
             others = " or ".join(f"--policy {reader}" for reader in readers)
             raise ValueError(f"{flag(name)} must be with {others}, got --policy {config.policy}")
 

@@ -214,6 +214,10 @@ class Config:
     def __post_init__(self) -> None:
         check(self)
         _check_rules(self)
+        name, _, lengths = self.policy.partition(":")
+        if lengths:  # 008 is 8
+            lengths = ",".join(str(int(length)) for length in lengths.split(","))
+            object.__setattr__(self, "policy", f"{name}:{lengths}")
         if self.policy == "none":
             object.__setattr__(self, "optimizer", "sgd")
 

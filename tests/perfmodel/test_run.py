@@ -62,6 +62,7 @@ def test_a_run_in_float32(folder):
         ("static", 32, True),
         ("muppet", 8, False),
         ("fixed:6,4", 6, False),
+        ("fixed:006,4", 6, False),  # as earlier versions stored it
     ],
 )
 def test_a_run_of_another_policy(folder, policy, first, has_inputs):

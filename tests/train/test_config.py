@@ -81,6 +81,21 @@ def test_every_kind_of_flag():
             "the default, got (8, 4)",
         ),
         ("--policy loss-budget --policy-bits 9 0", "--policy-bits must be the shortest"),
+        (
+            "--policy muppet --no-quantize-gradients",
+            "--no-quantize-gradients must be without --policy muppet, which rounds gradients",
+        ),
+        (
+            "--policy static --symmetric",
+            "--symmetric must be with --policy marvin or --policy fixed:WL,FL, got --policy static",
+        ),
+        ("--policy loss-budget --symmetric", "--symmetric must be with --policy marvin or"),
+        ("--policy muppet --symmetric", "--symmetric must be with --policy marvin or"),
+        (
+            "--policy loss-budget --one-dim float",
+            "--one-dim must be with --policy marvin or --policy muppet or --policy fixed:WL,FL, got",
+        ),
+        ("--policy static --one-dim previous", "--one-dim must be with --policy marvin or"),
         ("--policy static --policy-bits 6 17", "--policy-bits must be weights, then inputs: 2 to"),
         ("--policy static --ends-bits 1", "--ends-bits must be 2 to 16, or 0, got 1"),
         ("--policy loss-budget --kappa 0", "--kappa must be above 0, got 0.0"),
@@ -108,10 +123,19 @@ def test_bad_values_end_with_one_line(words, message, capsys):
         "--policy loss-budget --policy-bits 2 4 --target-bits 3",
         "--policy loss-budget --policy-bits 0 5 --ends-bits 8",
         "--policy none --policy-bits 8 4",
+        "--policy fixed:8,4 --symmetric --one-dim float",
+        "--policy muppet --one-dim float --quantize-gradients",
+        "--policy fixed:8,4 --no-quantize-gradients",
+        "--policy none --symmetric --no-quantize-gradients",
     ],
 )
 def test_lengths_that_a_policy_takes_are_taken(words):
     assert parse(RESNET20, words.split())
+
+
+def test_zeros_before_a_length_say_nothing():
+    assert parse(RESNET20, ["--policy", "fixed:008,03"]).policy == "fixed:8,3"
+    assert from_dict({"policy": "fixed:08,-01"}).policy == "fixed:8,-1"
 
 
 def test_flags_of_marvin_are_those_of_its_policy():
