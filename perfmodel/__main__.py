@@ -12,7 +12,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from perfmodel.arguments import Parser, message_of, real, stop_at_interrupt, whole
+from perfmodel.arguments import (
+    Parser,
+    message_of,
+    reader_may_leave,
+    real,
+    stop_at_interrupt,
+    whole,
+)
 from perfmodel.layers import Layer
 from perfmodel.run import read_run
 
@@ -28,13 +35,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments[0] if arguments else ""
     )
     try:
-        if command:
-            command(arguments[1:])
-        else:
-            _run(arguments)
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        sys.stderr.close()
-        sys.exit(1)
+        with reader_may_leave():
+            if command:
+                command(arguments[1:])
+            else:
+                _run(arguments)
     except (ValueError, OSError) as error:
         sys.exit(f"python -m perfmodel: error: {message_of(error)}")
 

@@ -5,13 +5,16 @@ Loads no torch: commands read their arguments before anything slow is imported.
 
 import argparse
 import math
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from types import TracebackType
 from typing import NoReturn
 
-__all__ = ["Parser", "message_of", "real", "stop", "stop_at_interrupt", "version", "whole"]
+__all__ = ["Parser", "encodable", "give_up_output", "message_of", "reader_may_leave", "real"]
+__all__ += ["stop", "stop_at_interrupt", "version", "whole"]
 
 INTERRUPTED = 130  # 128 and the number of SIGINT
 
@@ -64,6 +67,37 @@ def stop_at_interrupt() -> None:
         before(kind, error, trace)
 
     sys.excepthook = tell
+
+
+def give_up_output() -> None:
+    """Let what is printed from here on go nowhere, and what waits to be: nobody reads it any more."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """End the process, with status 1 and no word, where the reader of its output has seen enough.
+
+    ``head`` is such a reader.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        give_up_output()
+        sys.exit(1)
+
+
+def encodable(text: str) -> str:
+    """Return a text that the output can have: in ASCII, for example, a plus-minus sign is ``+-``."""
+    encoding = sys.stdout.encoding or "ascii"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        plain = text.replace("\u00b1", "+-")
+        return plain.encode(encoding, "backslashreplace").decode(encoding)
+    return text
 
 
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:

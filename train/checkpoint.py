@@ -52,7 +52,9 @@ def _check(training: Training, state: Mapping[str, Any]) -> None:
     check_names("model", of_model, state["model"])  # earlier versions kept no formats in it
     check_alike("model", want["model"], state["model"])
     _check_progress(training, state["progress"])
-    _check_switch_steps(state["progress"], len(state["optimizer"].get("marvin", {}).get("trace", ())))
+    _check_switch_steps(
+        state["progress"], len(state["optimizer"].get("marvin", {}).get("trace", ()))
+    )
     _check_schedule(training.scheduler, want["scheduler"], state["scheduler"])
     common = state["optimizer"].get("marvin", {})
     steps = common.get("step", state["progress"]["total_steps"])
@@ -101,7 +103,7 @@ def _check_policy(want: Mapping[str, Any], common: Mapping[str, Any]) -> None:
 
 def _check_progress(training: Training, got: Mapping[str, Any]) -> None:
     want = dataclasses.asdict(training.progress)
-    check_names("progress", want, {name: 0 for name in SINCE_VERSION_2} | got)
+    check_names("progress", want, dict.fromkeys(SINCE_VERSION_2, 0) | got)
     check_alike("progress", want, got)
     whole = training.steps * got["epoch"] + got["step"]
     images = len(training.parts.train)

@@ -1,6 +1,13 @@
 """``python -m train.demo``: ResNet20 on the embedded digits, fixed point and integers beside float32."""
 
-from perfmodel.arguments import Parser, message_of, stop, stop_at_interrupt
+from perfmodel.arguments import (
+    Parser,
+    give_up_output,
+    message_of,
+    reader_may_leave,
+    stop,
+    stop_at_interrupt,
+)
 
 PARSER = Parser(
     "python -m train.demo",
@@ -50,6 +57,12 @@ NAMES = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Train all, or finish what an earlier call began, and print the comparison."""
     PARSER.parse_args(argv)
+    with reader_may_leave():
+        print(comparison(_train_all()))
+
+
+def _train_all() -> dict[str, dict[str, Any]]:
+    """Train all, or finish what an earlier call began; return what came of each."""
     results = {}
     for name, settings in SETTINGS.items():
         if name == "int8" and not (path := products.path()).is_own:
@@ -60,11 +73,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"ResNet20 on handwritten digits, {NAMES[name]}", flush=True)
         try:
             results[name] = train(config)
+        except BrokenPipeError:
+            give_up_output()
+            sys.exit("stopped; the same command continues from the last checkpoint")
         except ERRORS as error:
             sys.exit(f"python -m train.demo: error: {message_of(error)}")
         except KeyboardInterrupt:
             stop("stopped; the same command continues from the last checkpoint")
-    print(comparison(results))
+    return results
 
 
 def train(config: Config) -> dict[str, Any]:

@@ -7,7 +7,7 @@ with ``--keep-front`` keeps the checkpoints of its own front in ``RUN/front``. T
 
 from pathlib import Path
 
-from perfmodel.arguments import Parser, message_of, stop_at_interrupt
+from perfmodel.arguments import Parser, message_of, reader_may_leave, stop_at_interrupt
 
 PARSER = Parser("python -m train.front", (__doc__ or "").partition("\n")[0])
 PARSER.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
@@ -149,26 +149,32 @@ def _check_alike(runs: Sequence[Path]) -> None:
         )
 
 
+def _show(runs: Sequence[Path]) -> None:
+    """Print and draw the front of runs."""
+    _check_alike(runs)
+    for run in runs:
+        if read_run(run).lacks_products:
+            print(f"{run}: {LACKS_PRODUCTS}")
+    found = [own for run in runs for own in candidates_of(run)]
+    for own in front(found):
+        kept = f"  {own.checkpoint}" if own.checkpoint.exists() else ""
+        cost, accuracy = f"{own.ebops / 1e6:.3g} M EBOPs", f"{own.accuracy:.2%}"
+        print(f"{cost:>16}  {accuracy:>7}  {own.run}, epoch {own.epoch}{kept}")
+    picture = io.BytesIO()
+    draw(found).savefig(picture, format="png", metadata={"Software": None})
+    path = runs[0] / FILE
+    write_atomic(path, picture.getvalue())
+    print(f"figure {path}")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print and draw the front of the runs on the command line."""
     runs: dict[Path, Path] = {}  # however they are spelled
     for run in PARSER.parse_args(argv).runs:
         runs.setdefault(run.resolve(), run)
     try:
-        _check_alike(list(runs.values()))
-        for run in runs.values():
-            if read_run(run).lacks_products:
-                print(f"{run}: {LACKS_PRODUCTS}")
-        found = [own for run in runs.values() for own in candidates_of(run)]
-        for own in front(found):
-            kept = f"  {own.checkpoint}" if own.checkpoint.exists() else ""
-            cost, accuracy = f"{own.ebops / 1e6:.3g} M EBOPs", f"{own.accuracy:.2%}"
-            print(f"{cost:>16}  {accuracy:>7}  {own.run}, epoch {own.epoch}{kept}")
-        picture = io.BytesIO()
-        draw(found).savefig(picture, format="png", metadata={"Software": None})
-        path = next(iter(runs.values())) / FILE
-        write_atomic(path, picture.getvalue())
-        print(f"figure {path}")
+        with reader_may_leave():
+            _show(list(runs.values()))
     except (RunError, UserError, OSError) as error:
         sys.exit(f"python -m train.front: error: {message_of(error)}")
 

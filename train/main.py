@@ -17,7 +17,7 @@ import marvin
 import perfmodel
 from fixedpoint_kernels import forward_save
 from fixedpoint_kernels.few_bit.activations import ENTRIES
-from perfmodel.arguments import message_of, stop
+from perfmodel.arguments import give_up_output, message_of, reader_may_leave, stop
 from perfmodel.cost import weights_of
 from perfmodel.files import CONFIG, LAYERS, UserError
 from perfmodel.report import one_line
@@ -51,17 +51,21 @@ def main(defaults: Config, build: Build, min_side: int, argv: Sequence[str] | No
             summary = run(config, build, min_side)
     except distributed.PeerLost as error:
         sys.exit(f"python -m train.{config.model}: {error}")
+    except BrokenPipeError:  # nobody reads what the run prints
+        give_up_output()
+        sys.exit(_how_to_go_on(config))
     except ERRORS as error:
         who = "" if distributed.is_first() else f"process {distributed.rank()}: "
         sys.exit(f"python -m train.{config.model}: {who}error: {message_of(error)}")
     except KeyboardInterrupt:
         stop(_how_to_go_on(config))
     if distributed.is_first():
-        print(summary)
+        with reader_may_leave():
+            print(summary)
 
 
 def _how_to_go_on(config: Config) -> str:
-    """Return what is to be done about a run that Ctrl-C has stopped."""
+    """Return what is to be done about a run that Ctrl-C or its reader's end has stopped."""
     name = choose(config.dataset, Path(config.data_dir))
     if (run_folder(dataclasses.replace(config, dataset=name)) / CONFIG).exists():
         return "stopped; the same command with --resume continues from the last checkpoint"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from perfmodel.arguments import Parser, message_of, stop_at_interrupt
+from perfmodel.arguments import Parser, message_of, reader_may_leave, stop_at_interrupt
 
 PARSER = Parser("python -m train.plot", __doc__ or "")
 PARSER.add_argument("run", type=Path, metavar="RUN", help="folder of a run of msgd")
@@ -240,7 +240,8 @@ def main(argv: list[str] | None = None) -> None:
     """Draw the figure of the run folder named on the command line."""
     given = PARSER.parse_args(argv)
     try:
-        print(save(given.run, given.out))
+        with reader_may_leave():
+            print(save(given.run, given.out))
     except (UserError, OSError) as error:
         sys.exit(f"python -m train.plot: error: {message_of(error)}")
 

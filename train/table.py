@@ -2,7 +2,13 @@
 
 from pathlib import Path
 
-from perfmodel.arguments import Parser, message_of, stop_at_interrupt
+from perfmodel.arguments import (
+    Parser,
+    encodable,
+    message_of,
+    reader_may_leave,
+    stop_at_interrupt,
+)
 
 PARSER = Parser("python -m train.table", __doc__ or "")
 PARSER.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a finished run's folder")
@@ -35,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the table of the run folders on the command line."""
     given = PARSER.parse_args(argv)
     try:
-        print(table(given.runs))
+        with reader_may_leave():
+            print(encodable(table(given.runs)))
     except UserError as error:
         sys.exit(f"python -m train.table: error: {message_of(error)}")
 

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -70,7 +71,7 @@ def export(given: argparse.Namespace, trained: Trained, deployed: Deployed, fold
         weight_line(deployed),
         *proof_lines(trained, deployed, rows, reference),
     ]
-    print("\n".join(lines), flush=True)
+    _say(*lines)
     targets = list(dict.fromkeys(given.to))
     if given.out is not None and len(targets) > 1:
         raise ValueError(f"--out must be of one target, got {len(targets)}: {', '.join(targets)}")
@@ -82,16 +83,22 @@ def export(given: argparse.Namespace, trained: Trained, deployed: Deployed, fold
 
 
 def _tell(trained: Trained, out: Path, written: Written) -> None:
-    print(f"{out}: {written.what}, {written.size_bytes:,} bytes")
-    print(*written.notes, sep="\n", end="\n" if written.notes else "")
+    lines = [f"{out}: {written.what}, {written.size_bytes:,} bytes", *written.notes]
     verdict = "verified" if written.is_equal else "not equal"
-    print(f"{verdict}: {written.proof}" if written.proof else "not verified: add --verify")
+    lines.append(f"{verdict}: {written.proof}" if written.proof else "not verified: add --verify")
     if written.outputs is not None and trained.labels is not None:
         accuracy, count = trained.accuracy(written.outputs), len(written.outputs)
-        print(
-            f"test accuracy of what was written: {accuracy:.2%} ({count} {trained.unit})",
-            flush=True,
-        )
+        lines.append(f"test accuracy of what was written: {accuracy:.2%} ({count} {trained.unit})")
+    _say(*lines)
+
+
+def _say(*lines: str) -> None:
+    """Print lines; where nobody reads them any more, the export goes on without a word."""
+    try:
+        print(*lines, sep="\n", flush=True)
+    except BrokenPipeError:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _write(

@@ -1,6 +1,8 @@
 """What the tests of ``train`` share: a run small enough to take a second."""
 
-from contextlib import ExitStack
+import os
+import sys
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,22 @@ def tiny(tmp_path: Path) -> Config:
         lookback=(3, 6),
         lr=0.02,
     )
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """Have a block print to a reader that has left, as ``head`` does."""
+
+    @contextmanager
+    def printing():
+        reader, writer = os.pipe()
+        os.close(reader)
+        with open(writer, "w") as output, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", output)
+            yield
+            output.flush()  # as the interpreter does at its end
+
+    return printing
 
 
 @pytest.fixture

@@ -72,6 +72,12 @@ def test_a_run_is_exported_and_verified(run, target, capsys, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_report_that_nobody_reads_stops_no_export(run, unread, tmp_path):
+    with unread():
+        export(run, "--to", "packed", "--out", str(tmp_path / "out"))
+    assert (tmp_path / "out" / "export.json").exists()
+
+
 def test_a_run_for_integer_hardware(tmp_path, capsys):
     pytest.importorskip("onnxruntime")
     folder = train(tmp_path / "run", policy="static", policy_bits=(6, 7))

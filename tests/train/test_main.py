@@ -88,6 +88,15 @@ def test_ctrl_c_says_how_to_continue(place, said, is_named, monkeypatch, tmp_pat
     train(*words, *(["--resume"] if place == "fit" else []))  # as it says
 
 
+def test_a_reader_that_leaves_is_told_how_to_continue(tmp_path, unread):
+    words = ["--dataset", "digits", "--width", "2", "--limit", "50", "--epochs", "1", "--run"]
+    said = "stopped; the same command with --resume continues from the last checkpoint"
+    with unread(), pytest.raises(SystemExit, match=f"^{said}$"):
+        train(*words, str(tmp_path / "run"))
+    train(*words, str(tmp_path / "run"), "--resume")
+    assert (tmp_path / "run" / "result.json").exists()
+
+
 def test_the_demo_has_help_and_no_arguments(monkeypatch, capsys):
     monkeypatch.setattr(demo, "train", None)
     with pytest.raises(SystemExit) as caught:

@@ -1,10 +1,12 @@
+import io
 import json
+import sys
 
 import pytest
 
 from train.config import Config, to_dict
 from train.errors import UserError
-from train.table import table
+from train.table import main, table
 
 
 def finished(folder, accuracy, bits, **config):
@@ -28,3 +30,19 @@ def test_an_unfinished_run_is_named(tmp_path):
     (run / "result.json").unlink()
     with pytest.raises(UserError, match=r"must be a finished run, found no result\.json"):
         table([run])
+
+
+def test_a_reader_that_leaves_hears_nothing(tmp_path, unread, capfd):
+    run = finished(tmp_path / "m", 0.9, 16.0)
+    with unread(), pytest.raises(SystemExit) as caught:
+        main([str(run)])
+    assert caught.value.code == 1
+    assert capfd.readouterr().err == ""
+
+
+def test_an_output_in_ascii_has_plus_and_minus(tmp_path, monkeypatch):
+    runs = [finished(tmp_path / f"m{s}", 0.9 + s / 100, 16.0 + s, seed=s) for s in range(3)]
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", output)
+    main([str(run) for run in runs])
+    assert b"| 91.00 +- 1.00 | 17.00 +- 1.00 |" in output.buffer.getvalue()
