@@ -441,7 +441,7 @@ def test_a_rounding_that_is_left_out_is_one_of_the_model(monkeypatch):
     assert network.values["0"].fl < 24
     assert network.values["1"].is_exact(24)  # as exported; the model's own sums are longer
     monkeypatch.setattr(trace, "check_own", lambda *_: None)
-    with pytest.raises(ExportError, match="0 computes something else .* up to 3.*e-05 from"):
+    with pytest.raises(ExportError, match=r"0 computes something else .* up to 3.*e-05 from"):
         finer_than_sums(lambda _m, _i, y: y + 2.0**-15)
 
 
