@@ -52,9 +52,6 @@ def _check(training: Training, state: Mapping[str, Any]) -> None:
     check_names("model", of_model, state["model"])  # earlier versions kept no formats in it
     check_alike("model", want["model"], state["model"])
     _check_progress(training, state["progress"])
-    _check_switch_steps(
-        state["progress"], len(state["optimizer"].get("marvin", {}).get("trace", ()))
-    )
     _check_schedule(training.scheduler, want["scheduler"], state["scheduler"])
     common = state["optimizer"].get("marvin", {})
     steps = common.get("step", state["progress"]["total_steps"])
@@ -66,6 +63,7 @@ def _check(training: Training, state: Mapping[str, Any]) -> None:
     if isinstance(training.optimizer, marvin.Quantized):
         _check_policy(want["optimizer"]["marvin"]["policy"], common)
         _check_optimizer(want["optimizer"]["optimizer"], of_wrapped(state["optimizer"]), steps)
+    _check_switch_steps(state["progress"], len(common.get("trace", ())))
     check_names("parts", {**want, "forward_save": 0}, {**state, "forward_save": 0})
     _check_average(want.get("average"), state.get("average"))
     check_alike("forward_save", want.get("forward_save", {}), state.get("forward_save", {}))

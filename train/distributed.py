@@ -4,6 +4,7 @@ One process needs nothing of this: every function then does nothing, or returns 
 """
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,12 +14,49 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["PeerLost", "first_alone", "is_first", "no_sync", "own_device", "parallel"]
+from perfmodel.files import UserError, shown
+
+__all__ = [
+    "PeerLost",
+    "check_environment",
+    "first_alone",
+    "is_first",
+    "no_sync",
+    "own_device",
+    "parallel",
+]
 __all__ += ["process_group", "rank", "share", "sync_buffers", "world"]
+
+
+MOST = 10**6  # processes
+_REMEDY = "start several processes by torchrun, or one without WORLD_SIZE"
 
 
 class PeerLost(Exception):
     """Another process has ended before this one."""
+
+
+def check_environment() -> None:
+    """Look at the variables by which torchrun, or what starts processes in its place, tells of them.
+
+    Raises:
+        UserError: One is missing, or is not what it must be.
+    """
+    if _whole("WORLD_SIZE", 1, MOST, "1") == 1:
+        return
+    _whole("RANK", 0, world() - 1)
+    _whole("MASTER_PORT", 0, 2**16 - 1)
+    if not os.environ.get("MASTER_ADDR"):
+        raise UserError(f"MASTER_ADDR must be the name of a machine, got none: {_REMEDY}")
+
+
+def _whole(name: str, low: int, high: int, default: str = "") -> int:
+    text = os.environ.get(name, default)
+    is_whole = re.fullmatch("[0-9]{1,9}", text) is not None
+    if not is_whole or not low <= int(text) <= high:
+        required = f"a whole number from {low} to {high}"
+        raise UserError(f"{name} must be {required}, got {shown(text)}: {_REMEDY}")
+    return int(text)
 
 
 def rank() -> int:
@@ -42,9 +80,13 @@ def share(count: int) -> slice:
 
 
 def own_device(name: str) -> str:
-    """Return the device of this process: each on a machine has a GPU of its own."""
+    """Return the device of this process: each on a machine has a GPU of its own.
+
+    Raises:
+        UserError: torchrun did not say which.
+    """
     if world() > 1 and (name == "cuda" or (name == "auto" and torch.cuda.is_available())):
-        return f"cuda:{os.environ['LOCAL_RANK']}"
+        return f"cuda:{_whole('LOCAL_RANK', 0, MOST)}"
     return name
 
 

@@ -47,6 +47,10 @@ def main(defaults: Config, build: Build, min_side: int, argv: Sequence[str] | No
     config = parse(defaults, argv)
     own_process(config)
     try:
+        distributed.check_environment()
+    except UserError as error:
+        sys.exit(f"python -m train.{config.model}: error: {message_of(error)}")
+    try:
         with distributed.process_group(distributed.own_device(config.device)):
             summary = run(config, build, min_side)
     except distributed.PeerLost as error:
@@ -231,7 +235,9 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.zeros(1, device=name).device
+        one = torch.zeros(1, device=name)
+        one.tolist()  # the device "meta" has no values
+        return one.device
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
         reason = str(error).splitlines()[0]
         raise UserError(f"--device must be one that torch can use, got {name}: {reason}") from error

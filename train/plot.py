@@ -228,9 +228,12 @@ def save(path: Path, out: Path | None = None) -> Path:
         out: The file, None for one in the run folder.
 
     Raises:
-        UserError: ``path`` is no run folder of MSGD, or the run has no whole epoch yet.
+        UserError: ``path`` is no run folder of MSGD, the run has no whole epoch yet, or ``out`` does
+            not end in ``.png``.
     """
     content, file = io.BytesIO(), path / FILE if out is None else out
+    if file.suffix.lower() != ".png":
+        raise UserError(f"--out must be a file of PNG, its name ending in .png, got {file}")
     draw(read(path)).savefig(content, format="png")
     write_atomic(file, content.getvalue())
     return file

@@ -76,6 +76,39 @@ def assert_same(got, want):
     assert is_same(RunFolder(got).load_checkpoint(), RunFolder(want).load_checkpoint())
 
 
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE must be a whole number from 1 to .*, got 'abc'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be a whole number from 1"),
+        (
+            {"WORLD_SIZE": "2", "MASTER_PORT": "1"},
+            "RANK must be a whole number from 0 to 1, got ''",
+        ),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK must be a whole number from 0 to 1, got '2'"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_PORT must be"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, "MASTER_ADDR must be the name"),
+    ],
+)
+def test_variables_of_others_are_one_line(environ, message, monkeypatch, tmp_path):
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(main, "own_process", lambda config: None)
+    words = ["--dataset", "digits", "--run", str(tmp_path / "run")]
+    with pytest.raises(SystemExit, match=rf"^python -m train\.alexnet: error: {message}.*torchrun"):
+        main.main(alexnet.DEFAULTS, alexnet.alexnet, alexnet.MIN_SIDE, words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_gpu_of_its_own_must_be_told(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(UserError, match="LOCAL_RANK must be a whole number"):
+        distributed.own_device("cuda")
+
+
 @pytest.mark.slow
 def test_a_run_on_two_processes_and_one_that_a_killed_one_ended(tmp_path, tiny, prepare):
     whole, killed = tmp_path / "whole", tmp_path / "killed"

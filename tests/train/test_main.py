@@ -33,6 +33,7 @@ def train(*words: str) -> None:
         ("--lookback 50 20", "error: --lookback must be"),
         ("--init-fl 9", "error: --init-fl must be 0 or more and below --init-wl, got --init-fl=9"),
         ("--device nowhere", "error: --device must be one that torch can use, got nowhere"),
+        ("--device meta", "error: --device must be one that torch can use, got meta: "),
         ("--resume", "must be the folder of a run"),
         ("--limit 1 --validation-share 0.9", "at least one training image must be left"),
     ],

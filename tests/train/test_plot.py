@@ -51,6 +51,13 @@ def test_a_run_whose_folder_takes_no_file_is_drawn_elsewhere(run, tiny, tmp_path
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
+def test_a_picture_of_another_kind_is_refused(tmp_path):
+    out = tmp_path / "x.svg"
+    with pytest.raises(SystemExit, match=r"error: --out must be .* ending in \.png, got .*x\.svg"):
+        plot.main([str(tmp_path), "--out", str(out)])
+    assert not out.exists()
+
+
 def test_formats_of_inputs_have_a_map_of_their_own(run, tiny, tmp_path):
     run(dataclasses.replace(tiny, policy="static", policy_bits=(6, 5), epochs=1))
     history = plot.read(tmp_path / "run")
