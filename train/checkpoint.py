@@ -63,7 +63,9 @@ def _check(training: Training, state: Mapping[str, Any]) -> None:
     if isinstance(training.optimizer, marvin.Quantized):
         _check_policy(want["optimizer"]["marvin"]["policy"], common)
         _check_optimizer(want["optimizer"]["optimizer"], of_wrapped(state["optimizer"]), steps)
-    _check_switch_steps(state["progress"], len(common.get("trace", ())))
+    if "switch_steps" in state["progress"]:
+        total = state["progress"]["total_steps"]
+        _check_switch_steps(state["progress"]["switch_steps"], len(common.get("trace", ())), total)
     check_names("parts", {**want, "forward_save": 0}, {**state, "forward_save": 0})
     _check_average(want.get("average"), state.get("average"))
     check_alike("forward_save", want.get("forward_save", {}), state.get("forward_save", {}))
@@ -101,7 +103,7 @@ def _check_policy(want: Mapping[str, Any], common: Mapping[str, Any]) -> None:
 
 def _check_progress(training: Training, got: Mapping[str, Any]) -> None:
     want = dataclasses.asdict(training.progress)
-    check_names("progress", want, dict.fromkeys(SINCE_VERSION_2, 0) | got)
+    check_names("progress", want, {**dict.fromkeys(SINCE_VERSION_2, 0), **got})
     check_alike("progress", want, got)
     whole = training.steps * got["epoch"] + got["step"]
     images = len(training.parts.train)
@@ -122,13 +124,12 @@ def _check_progress(training: Training, got: Mapping[str, Any]) -> None:
         check_alike("metrics", dict.fromkeys(known, 0.0), known)
 
 
-def _check_switch_steps(progress: Mapping[str, Any], switches: int) -> None:
+def _check_switch_steps(steps: list[int], switches: int, total: int) -> None:
     """Refuse steps that are not those of as many switches, in order and within the run."""
-    steps = progress.get("switch_steps", [0] * switches)
     is_whole = all(type(step) is int for step in steps)
     if len(steps) != switches or not is_whole or steps != sorted(steps):
         raise ValueError(f"it has {len(steps)} steps of {switches} switches, {shown(steps)}")
-    if steps and not 0 <= steps[0] <= steps[-1] <= progress["total_steps"]:
+    if steps and not 0 <= steps[0] <= steps[-1] <= total:
         raise ValueError(f"its switches came in steps {steps[0]} to {steps[-1]}")
 
 

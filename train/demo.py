@@ -58,11 +58,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train all, or finish what an earlier call began, and print the comparison."""
     PARSER.parse_args(argv)
     with reader_may_leave():
-        print(comparison(_train_all()))
+        _compare()
 
 
-def _train_all() -> dict[str, dict[str, Any]]:
-    """Train all, or finish what an earlier call began; return what came of each."""
+def _compare() -> None:
     results = {}
     for name, settings in SETTINGS.items():
         if name == "int8" and not (path := products.path()).is_own:
@@ -80,7 +79,7 @@ def _train_all() -> dict[str, dict[str, Any]]:
             sys.exit(f"python -m train.demo: error: {message_of(error)}")
         except KeyboardInterrupt:
             stop("stopped; the same command continues from the last checkpoint")
-    return results
+    print(comparison(results))
 
 
 def train(config: Config) -> dict[str, Any]:
