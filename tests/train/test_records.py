@@ -159,8 +159,8 @@ def test_a_checkpoint_of_something_else_is_refused(begun):
 def test_a_checkpoint_without_a_version_loads_and_a_later_one_is_refused(begun):
     torch.save(STATE, begun.checkpoint)
     assert begun.load_checkpoint().keys() == STATE.keys()
-    torch.save({**STATE, "version": 2}, begun.checkpoint)
-    with pytest.raises(UserError, match="must have version 1 or less, got 2"):
+    torch.save({**STATE, "version": 3}, begun.checkpoint)
+    with pytest.raises(UserError, match="must have version 2 or less, got 3"):
         begun.load_checkpoint()
 
 
