@@ -34,6 +34,7 @@ __all__ = ["MODULES", "SAME", "average", "reshape"]
 # which give back the tensor they take
 SAME = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
+_LONG = 2**25  # of a sum: float32 does not hold it, and how much longer it is does not matter
 _POOLS_OF_ONE_SIDE = nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveMaxPool1d, nn.AdaptiveAvgPool1d
 
 
@@ -54,7 +55,8 @@ def _numbers(
     x = builder.values[source]
     bias, bias_fmt = None, FixedPoint(32, 0)
     if m.bias is not None:
-        sums = (weight.abs().reshape(len(weight), -1).sum(1) >> zeros) * max(-x.low, x.high)
+        weights = weight.abs().reshape(len(weight), -1).sum(1) >> zeros
+        sums = weights.clamp(max=_LONG) * min(max(-x.low, x.high), _LONG)
         fls = x.fl + fmt.fl - zeros
         spare = spare_bits(channels.fmt if channels else fmt, sums, fls, m.bias)
         bias, bias_fmt = _bias(builder, module, m.bias, fls, spare)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fixedpoint_kernels import FixedPoint
+from marvin.export.errors import ExportError
 from marvin.export.execute.arithmetic import round_fraction, trailing_zeros
 from marvin.export.execute.simulate import apply
 from marvin.export.graph.functions import Clip, Mul, Table
@@ -37,7 +38,12 @@ _INT64_BITS = 61  # with one bit to spare: rounding doubles rests
 
 
 def value_of(op: Operation, inputs: Sequence[Value]) -> Value:
-    """Return the value of an operation on inputs of these values."""
+    """Return the value of an operation on inputs of these values.
+
+    Raises:
+        ExportError: Integers of 64 bits do not hold the sums of a norm or of softmax; or the operation is
+            none on such inputs.
+    """
     shape = shape_of(op, *(v.shape for v in inputs))
     return _VALUES[type(op)](op, shape, *inputs)
 
@@ -46,11 +52,15 @@ def first_value(op: Round | Embedding, shape: tuple[int, ...]) -> Value:
     """Return the value of the rounding of what comes in, or of the rows that it chooses.
 
     Raises:
-        ValueError: Rows are chosen by something else than one index for each of some positions.
+        ExportError: Rows are chosen by something else than one index for each of some positions.
     """
     if isinstance(op, Embedding):
         if len(shape) != 1 or op.weight.ndim != 2:
-            raise ValueError(f"{op.name} must take indices of shape (n, tokens), got {shape}")
+            got = ", ".join(map(str, ("n", *shape)))
+            raise ExportError(
+                f"{op.name} must take indices of shape (n, tokens), got ({got}): flatten those of a sample, or "
+                "write indices[:, None] for one"
+            )
         return _of_codes((*shape, op.weight.shape[1]), op.weight_fmt.fl, op.weight)
     return _of_format(shape, op.fmt, op.fmt.min_code, op.fmt.max_code)
 
@@ -175,7 +185,7 @@ def _moved(_op: Operation, shape: tuple[int, ...], x: Value) -> Value:
 
 def _pad(op: Pad, shape: tuple[int, ...], x: Value) -> Value:
     if not len(op.before) == len(op.behind) == len(x.shape):
-        raise ValueError(f"{op.name} must pad {len(x.shape)} dimensions")
+        raise ExportError(f"{op.name} must pad {len(x.shape)} dimensions")
     return _moved(op, shape, replace(x, low=min(x.low, 0), high=max(x.high, 0)))
 
 
@@ -190,14 +200,14 @@ def _clip(op: Clip, shape: tuple[int, ...], x: Value) -> Value:
         return min(max(code, op.low), op.high)
 
     if op.source_fl != x.fl or op.low > op.high:
-        raise ValueError(f"{op.name} must have ordered bounds at fl={x.fl}, got {op.source_fl}")
+        raise ExportError(f"{op.name} must have ordered bounds at fl={x.fl}, got {op.source_fl}")
     low, high = bounded(x.low), bounded(x.high)
     return Value(shape, x.fl, low, high, max(abs(x.low), abs(x.high), abs(low), abs(high)))
 
 
 def _table(op: Table, shape: tuple[int, ...], x: Value) -> Value:
     if op.source_fl != x.fl or not op.low <= x.low <= x.high < op.low + len(op.codes):
-        raise ValueError(f"{op.name} must have all codes from {x.low} to {x.high}, at fl={x.fl}")
+        raise ExportError(f"{op.name} must have all codes from {x.low} to {x.high}, at fl={x.fl}")
     reached = op.codes[x.low - op.low : x.high - op.low + 1]
     return _of_format(shape, op.fmt, int(reached.min()), int(reached.max()))
 
@@ -208,12 +218,12 @@ def _of_codes(shape: tuple[int, ...], fl: int, codes: torch.Tensor) -> Value:
 
 
 def _embedding(op: Embedding, _shape: tuple[int, ...], *_inputs: Value) -> Value:
-    raise ValueError(f"{op.name} must take the network's input")
+    raise ExportError(f"{op.name} must take the network's input")
 
 
 def _matmul(_op: MatMul, shape: tuple[int, ...], x: Value, y: Value) -> Value:
     if len(x.shape) < 2 or x.shape[:-2] != y.shape[:-2]:
-        raise ValueError(f"{_op.name} must multiply matrices, got {x.shape} and {y.shape}")
+        raise ExportError(f"{_op.name} must multiply matrices, got {x.shape} and {y.shape}")
     terms = x.shape[-1]
     ends = [a * b * terms for a in (x.low, x.high) for b in (y.low, y.high)]
     magnitude = max(-x.low, x.high, 0) * max(-y.low, y.high, 0) * terms
@@ -221,10 +231,22 @@ def _matmul(_op: MatMul, shape: tuple[int, ...], x: Value, y: Value) -> Value:
     return Value(shape, fl, min(ends), max(ends), magnitude, terms)
 
 
+def _check_sums(op: Operation, longest: int, instead: str) -> None:
+    """Refuse an operation whose integers are too long for int64."""
+    bits = longest.bit_length()
+    if bits > _INT64_BITS:
+        raise ExportError(
+            f"{op.name}: sums must take {_INT64_BITS} bits at most, got {bits}: {instead}"
+        )
+
+
 def _norm(op: Norm, shape: tuple[int, ...], x: Value) -> Value:
     n, point = shape[-1], op.gain_fmt.fl - op.fmt.fl
     if max(op.shift, op.precision, abs(point)) > _INT64_BITS or op.epsilon < 0:
-        raise ValueError(f"{op.name} must have shifts of up to {_INT64_BITS} bits")
+        raise ExportError(
+            f"{op.name} must have shifts of up to {_INT64_BITS} bits: give its weight, what it takes and what it "
+            "is rounded to formats whose fractional lengths are nearer to each other"
+        )
     largest = max(-x.low, x.high, 0) + (1 << op.shift >> 1) >> op.shift
     variance = (n * largest) ** 2 + op.epsilon << 2 * op.precision
     root = math.isqrt(variance) + 1
@@ -232,25 +254,32 @@ def _norm(op: Norm, shape: tuple[int, ...], x: Value) -> Value:
     total = (2 * n * largest * int(op.gain.abs().max()) << op.precision) + biases * root
     longest = max(variance, total << max(0, -point), root << max(0, point))
     sizes = {len(op.gain), n if op.bias is None else len(op.bias)}
-    if longest.bit_length() > _INT64_BITS or op.source_fl != x.fl or sizes != {n}:
-        raise ValueError(f"{op.name} must have {n} gains at fl={x.fl}, and sums of 62 bits")
+    if op.source_fl != x.fl or sizes != {n}:
+        raise ExportError(
+            f"{op.name} must have {n} gains at fl={x.fl}, got {op.source_fl}, {sizes}"
+        )
+    _check_sums(op, longest, "give its weight and bias formats with fewer fractional bits")
     return _of_format(shape, op.fmt, op.fmt.min_code, op.fmt.max_code)
 
 
 def _softmax(op: Softmax, shape: tuple[int, ...], x: Value, seen: Value | None = None) -> Value:
     if max(op.shift, op.fmt.fl) > _INT64_BITS:
-        raise ValueError(f"{op.name} must have shifts of up to {_INT64_BITS} bits")
+        raise ExportError(
+            f"{op.name} must have shifts of up to {_INT64_BITS} bits, got {op.shift}: round what it takes to "
+            "fewer fractional bits"
+        )
     longest = max(x.high - x.low, shape[-1] * int(op.codes.max()) << abs(op.fmt.fl))
     is_table = bool((op.codes >= 0).all()) and int(op.codes[0]) > 0
-    if longest.bit_length() > _INT64_BITS or op.source_fl != x.fl or not is_table:
-        raise ValueError(f"{op.name} must have a table at fl={x.fl}, and sums of 62 bits")
+    if op.source_fl != x.fl or not is_table:
+        raise ExportError(f"{op.name} must have a table at fl={x.fl}, got one at {op.source_fl}")
+    _check_sums(op, longest, "round what it takes, and its result, to fewer fractional bits")
     if op.mask is not None:
         is_whole = tuple(op.mask.shape) == shape[-2:] and bool(op.mask.any(-1).all())
         if not is_whole or not torch.equal(op.mask, op.mask.ne(0).long()):
-            raise ValueError(f"{op.name} must see at least one column from each row of {shape}")
+            raise ExportError(f"{op.name} must see at least one column from each row of {shape}")
     columns = (*[1] * (len(shape) - 1), shape[-1])
     if seen and (seen.shape != columns or seen.fl or not 0 <= seen.low <= seen.high <= 1):
-        raise ValueError(f"{op.name} must see columns by 0 and 1 of shape {columns}")
+        raise ExportError(f"{op.name} must see columns by 0 and 1 of shape {columns}")
     high = min(op.fmt.max_code, 1 << max(0, op.fmt.fl))
     return _of_format(shape, op.fmt, 0, high)
 

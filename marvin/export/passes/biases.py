@@ -25,7 +25,8 @@ def spare_bits(word: FixedPoint, sums: Tensor, fls: Tensor, bias: Tensor) -> int
         fls: Of each channel's products, int64, shape ``(out,)``.
         bias: Float, shape ``(out,)``.
     """
-    sizes = sums + (bias.detach().cpu().double().abs() * 2.0**fls).ceil().to(torch.int64)
+    own = (bias.detach().cpu().double().abs() * 2.0**fls).ceil().clamp(max=2.0**_WL)
+    sizes = sums + own.to(torch.int64)
     room = _SIGNIFICAND - int(sizes.max()).bit_length()
     return max(0, min(_BYTE - word.wl, room))
 

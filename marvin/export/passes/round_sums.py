@@ -46,10 +46,17 @@ def round_sums(network: Network, sample: Tensor, wl: int = 8) -> Network:
         wl: Word length of a term, 2 to 32 bits.
 
     Raises:
-        ExportError: A term is not finite, or fits no format; or there is no such word length.
-        TypeError: ``network`` is not a ``Network``.
+        ExportError: A term is not finite, or fits no format; or there is no such word length, or the
+            sample has another shape.
+        TypeError: ``network`` is not a ``Network``, or ``sample`` no tensor.
     """
     check_network(network)
+    if not isinstance(sample, Tensor):
+        raise TypeError(f"the sample must be a tensor, got {type(sample).__name__}")
+    shape = network.input.shape
+    if tuple(sample.shape[1:]) != shape or not sample.numel():
+        wanted = ", ".join(map(str, ("n", *shape)))
+        raise ExportError(f"the sample must have shape ({wanted}), got {tuple(sample.shape)}")
     if not isinstance(wl, int) or not 2 <= wl <= 32:
         raise ExportError(
             f"the word length of sums must be 2 to 32 bits, got {wl!r}: write round_sums(network, sample, 8)"

@@ -42,7 +42,7 @@ def root_numbers(x: Value, eps: float | Fraction) -> dict[str, int]:
 
 
 def refitted(op: Operation, x: Value) -> Operation:
-    """Return an operation for a source that has got another ``fl``.
+    """Return an operation for a source that has got another ``fl``, or other codes.
 
     Bounds become the nearest codes; a table has, for each code, what it had for the nearest one before.
 
@@ -50,7 +50,10 @@ def refitted(op: Operation, x: Value) -> Operation:
         op: As it was for the source before.
         x: The value that it takes now.
     """
-    if not isinstance(op, Norm | Softmax | Clip | Table) or op.source_fl == x.fl:
+    if not isinstance(op, Norm | Softmax | Clip | Table):
+        return op
+    has_all = not isinstance(op, Table) or op.low <= x.low <= x.high < op.low + len(op.codes)
+    if op.source_fl == x.fl and has_all:
         return op
     if isinstance(op, Clip | Table):
         step = Fraction(2) ** (op.source_fl - x.fl)  # codes before in one of now

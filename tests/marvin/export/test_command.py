@@ -308,9 +308,7 @@ def test_state_that_is_no_tensor_is_left_out_and_named(saved, capsys, target):
     text = capsys.readouterr().out
     named = "network.safetensors without _extra_state, 2._extra_state, which are no tensors, "
     assert text.count(named) == 2 * (target == "packed")
-    with pytest.raises(
-        ExportError, match=r"^_extra_state must be a tensor, got dict: leave it out"
-    ):
+    with pytest.raises(ExportError, match=r"^_extra_state must be a tensor, got dict: leave"):
         packed.pack_state(frozen.state_dict(), weight_formats(frozen))
 
 
@@ -461,9 +459,7 @@ def test_samples_of_any_order_of_bytes(saved, tmp_path, dtype):
 
 def test_what_is_no_array_of_numbers_is_named(tmp_path):
     np.save(tmp_path / "names.npy", np.array(["a"]))
-    with pytest.raises(
-        ExportError, match=r"a whole file of numpy.save, an array of numbers, got Typ"
-    ):
+    with pytest.raises(ExportError, match=r"a whole file of numpy.save, an array of numbers"):
         load_tensor(tmp_path / "names.npy")
 
 

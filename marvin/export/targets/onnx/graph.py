@@ -377,8 +377,9 @@ def window(op: MaxPool | AveragePool) -> dict[str, Any]:
 
 
 def container(fmt: FixedPoint) -> Any:
-    """Return the smallest NumPy integer that holds a format's codes, of its own signedness."""
-    signed, unsigned = (np.int8, np.int16, np.int32), (np.uint8, np.uint16, np.uint32)
+    """Return the smallest NumPy integer that holds a format's codes, of its own signedness up to 16 bits."""
+    signed = np.int8, np.int16, np.int32
+    unsigned = np.uint8, np.uint16, np.int32  # ONNX dequantises no uint32, and words have 31 bits
     kinds = signed if fmt.signed else unsigned
     return next(t for t in kinds if fmt.wl <= 8 * np.dtype(t).itemsize)
 
