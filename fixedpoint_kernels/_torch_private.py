@@ -75,6 +75,7 @@ __all__ = [
     "is_checkpointed",
     "is_recomputed",
     "is_watched",
+    "left_uncompiled",
     "mode_and_hooks",
     "own_forward_hooks",
     "padding_around",
@@ -473,11 +474,10 @@ def padding_around(module: Any) -> list[int]:
     return module._reversed_padding_repeated_twice
 
 
-def compiled_as_constant(function: _Run) -> _Run:
-    """Return a function that ``torch.compile`` calls once for the same arguments, and keeps what it gave.
+def left_uncompiled(function: _Run) -> _Run:
+    """Return a function that ``torch.compile`` leaves as it is, with all that it calls: kernels take addresses.
 
-    As ``torch.compiler.assume_constant_result``, without loading Dynamo and Triton. Where Dynamo gave up on the
-    caller it would compile what the function calls: it is kept from that.
+    As ``torch.compiler.disable``, without loading Dynamo and Triton before something else does.
     """
     apart: list[Callable[..., object]] = []
 
@@ -489,8 +489,18 @@ def compiled_as_constant(function: _Run) -> _Run:
             apart.append(torch.compiler.disable(function))
         return apart[0](*args, **kwargs)
 
-    setattr(run, "_dynamo_marked_constant", True)  # noqa: B010  pyright knows functions
     return cast("_Run", run)
+
+
+def compiled_as_constant(function: _Run) -> _Run:
+    """Return a function that ``torch.compile`` calls once for the same arguments, and keeps what it gave.
+
+    As ``torch.compiler.assume_constant_result``, without loading Dynamo and Triton. Where Dynamo gave up on the
+    caller it would compile what the function calls: it is kept from that.
+    """
+    run = left_uncompiled(function)
+    setattr(run, "_dynamo_marked_constant", True)  # noqa: B010  pyright knows functions
+    return run
 
 
 COMPILED_CALL = "_compiled_call_impl"

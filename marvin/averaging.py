@@ -7,6 +7,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
+from fixedpoint_kernels._torch_private import left_uncompiled
 from marvin.compact import master_of
 from marvin.masters import WithMasters, owner_of
 from marvin.rounding import round_one
@@ -62,6 +63,7 @@ class MasterAverage:
             name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()
         }
 
+    @left_uncompiled
     @torch.no_grad()
     def update(self) -> None:
         """Add the masters of now; call it after each step of the optimizer.
@@ -82,6 +84,7 @@ class MasterAverage:
         for name, p in self.model.named_parameters():
             self.masters[name].lerp_(self._master(p), weight)
 
+    @left_uncompiled
     @torch.no_grad()
     def averaged(self) -> nn.Module:
         """Return a copy of the model with averaged weights, rounded to nearest to the formats of now.

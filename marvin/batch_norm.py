@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fixedpoint_kernels._torch_private import BatchNormBase
+from fixedpoint_kernels._torch_private import BatchNormBase, left_uncompiled
 from marvin.display import listed
 from marvin.ranks import sum_over_ranks
 from marvin.settings import check_batches, check_model
@@ -16,6 +16,7 @@ __all__ = ["reestimate_batch_norm"]
 _Batch = Tensor | Sequence[object] | Mapping[str, object]
 
 
+@left_uncompiled
 @torch.no_grad()
 def reestimate_batch_norm(model: nn.Module, batches: Iterable[_Batch]) -> tuple[str, ...]:
     """Set the running statistics of batch norm to the means over some batches of training.

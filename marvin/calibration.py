@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels._torch_private import left_uncompiled
 from marvin.attention import spell_attention
 from marvin.channels import ChannelFormat
 from marvin.conversion import argument_names, prepare
@@ -60,6 +61,7 @@ Batches = Iterable[Tensor | tuple[Tensor, ...] | list[Tensor]]
 """What a model takes; of tuples and lists the first."""
 
 
+@left_uncompiled
 @torch.inference_mode(False)  # or the copy could not be trained, nor load a state
 def calibrate(
     model: nn.Module,

@@ -1,6 +1,5 @@
 """Models whose modules round by an optimizer's formats: writing them, and asking what came in."""
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -19,6 +18,7 @@ from marvin.policies.observer import Observer
 from marvin.policies.records import ActivationFormats, Rules
 from marvin.rounder import channels_of
 from marvin.settings import Settings
+from marvin.warned import warn_user
 
 __all__ = ["EXCLUDED", "FOLLOWERS", "OTHERS", "Carriers", "assign"]
 
@@ -107,11 +107,10 @@ class Carriers:
         model = _root(handle)
         away = [p for p in _parameters_of(handle) if p in self.gone]
         if gone := sorted({*map(optimizer.name_of, away)} - self.named):
-            warnings.warn(
+            warn_user(
                 f"parameters that left the model are trained in vain, and what took their place is "
                 f"not trained: {listed(gone)}; load states without assign=True, make a new optimizer after "
-                "to_empty(), or give new layers to add_param_group and call marvin.quantize_activations again",
-                stacklevel=7,
+                "to_empty(), or give new layers to add_param_group and call marvin.quantize_activations again"
             )
         came = [
             name
@@ -121,10 +120,9 @@ class Carriers:
             and any(p in optimizer for p in module.parameters(recurse=False))
         ]
         if came := [name for name in came if name not in self.named]:
-            warnings.warn(
+            warn_user(
                 f"modules that came since marvin.quantize_activations do not round: {listed(came)}; "
-                "call it again",
-                stacklevel=7,
+                "call it again"
             )
         self.named |= {*gone, *came}
 
@@ -157,10 +155,9 @@ class Carriers:
         }
         waiting -= names
         if names:
-            warnings.warn(
+            warn_user(
                 "activations are not rounded where a model uses a weight without calling its "
-                f"module: {', '.join(sorted(names))}",
-                stacklevel=6,
+                f"module: {', '.join(sorted(names))}"
             )
 
     def name_unseen(self) -> None:
@@ -176,10 +173,9 @@ class Carriers:
         }
         if found := found - self.unseen:
             self.unseen |= found
-            warnings.warn(
+            warn_user(
                 "inputs of layers in eval mode are not measured, so their formats do not change, and "
-                f"before they have one they stay float32: {listed(sorted(found))}; call model.train()",
-                stacklevel=6,
+                f"before they have one they stay float32: {listed(sorted(found))}; call model.train()"
             )
 
     def name_clamped(self, settings: Settings) -> None:
@@ -204,11 +200,10 @@ class Carriers:
             remedy = "choose a format with more integer bits"
             if (bits := settings.get("buffer_bits")) is not None:
                 remedy = f"write buffer_bits={bits + 4}, which reaches {2 ** (bits + 3)}"
-            warnings.warn(
+            warn_user(
                 f"values are clamped, and clamped ones pass no gradient: {listed(new)}, which "
                 f"reach {found[new[0]]:g} at most and are mostly beyond; {remedy}, or scale data and "
-                "targets; of a classifier's logits this may cost nothing",
-                stacklevel=6,
+                "targets; of a classifier's logits this may cost nothing"
             )
 
     def name_stale(self) -> None:
@@ -218,10 +213,9 @@ class Carriers:
         stale = any(handle.is_attached for handle in self.before)
         self.before = ()
         if stale and not any(handle.is_attached for handle in self.handles):
-            warnings.warn(
+            warn_user(
                 "layers round by the formats of the optimizer that had these parameters before, which "
-                "change no more: call marvin.quantize_activations(model, optimizer) with this one",
-                stacklevel=6,
+                "change no more: call marvin.quantize_activations(model, optimizer) with this one"
             )
 
 

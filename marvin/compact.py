@@ -6,7 +6,6 @@ wrapped optimizer knows the master as a tensor of NaN that takes no memory; duri
 the values.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -34,6 +33,7 @@ from fixedpoint_kernels.philox import Key
 from marvin.noise import Purpose, stream
 from marvin.settings import Group
 from marvin.shards import Shard, accumulate_dtype, local
+from marvin.warned import warn_user
 
 __all__ = [
     "SUFFIXES",
@@ -356,9 +356,8 @@ def _pack_moments(state: StateDict, shard: Shard, key: Key | None) -> None:
         if not isinstance(value, Tensor) or value.shape != shard.shape or name.endswith(_CODES):
             continue
         if name not in _MOMENTS:
-            warnings.warn(
-                f"compact_state keeps {', '.join(_MOMENTS)} in few bytes; {name} stays as it is",
-                stacklevel=5,
+            warn_user(
+                f"compact_state keeps {', '.join(_MOMENTS)} in few bytes; {name} stays as it is"
             )
             continue
         kind, lane = _MOMENTS[name]

@@ -7,6 +7,7 @@ from typing import get_args
 
 from torch import nn
 
+from fixedpoint_kernels._torch_private import left_uncompiled
 from fixedpoint_kernels.rounding import Rounding
 from marvin.activations import Entry, QuantizedActivations
 from marvin.carriers import EXCLUDED, FOLLOWERS, OTHERS, assign
@@ -22,6 +23,7 @@ __all__ = ["argument_names", "prepare", "quantize_activations"]
 _Choice = Iterable[str | type[nn.Module]] | str | type[nn.Module] | None
 
 
+@left_uncompiled
 def quantize_activations(
     model: nn.Module,
     optimizer: Quantized,
@@ -94,6 +96,7 @@ def quantize_activations(
     return handle
 
 
+@left_uncompiled
 def prepare(
     model: nn.Module, *, include: _Choice = None, exclude: _Choice = None
 ) -> QuantizedActivations:

@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import StateDict
 
 from fixedpoint_kernels import BlockFloat, FixedPoint, quantize
-from fixedpoint_kernels._torch_private import hook_wrapper, hooks_of, is_watched, remove_hooks
+from fixedpoint_kernels._torch_private import (
+    hook_wrapper,
+    hooks_of,
+    is_watched,
+    left_uncompiled,
+    remove_hooks,
+)
 from fixedpoint_kernels.block import block_fl
 from fixedpoint_kernels.forward_save.conversion import revert
 from fixedpoint_kernels.forward_save.swap import is_converted
@@ -38,6 +44,7 @@ _POWERS = torch.tensor(
 )
 
 
+@left_uncompiled
 @torch.inference_mode(False)  # or the copy could not be trained, nor load a state
 def freeze(model: nn.Module) -> nn.Module:
     """Return a copy of a model for inference, in eval mode, tied to no optimizer.

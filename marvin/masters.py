@@ -1,6 +1,5 @@
 """Float32 masters, the weights that are rounded from them, and what is asked about their formats."""
 
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels._torch_private import left_uncompiled
 from fixedpoint_kernels.compact import Codes, Row, flattened
 from fixedpoint_kernels.compact import Moves as CompactMoves
 from fixedpoint_kernels.compact import Targets as CompactTargets
@@ -42,6 +42,7 @@ from marvin.rounder import FLOATS
 from marvin.rounding import Format, round_many
 from marvin.shards import local, locals_of
 from marvin.state import KEPT
+from marvin.warned import warn_user
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -239,6 +240,7 @@ class WithMasters(Optimizer):
             for own in self.stored:
                 own.store()
 
+    @left_uncompiled
     @torch.no_grad()
     def adopt_weights(self) -> None:
         """Take the model's weights as the new masters, and quantise the model again.
@@ -293,10 +295,9 @@ class WithMasters(Optimizer):
         names = [name for name, *_ in found]
         _, reach, most, rate = found[0]
         given = "" if rate is None else f", which is {float(rate):g}"
-        warnings.warn(
+        warn_user(
             f"most weights are clamped: {listed(names)}, whose format reaches {reach:g} and whose "
-            f"masters reach {most:g}; lower the learning rate{given}, or scale the weights",
-            stacklevel=4,
+            f"masters reach {most:g}; lower the learning rate{given}, or scale the weights"
         )
 
     def _trained(self) -> list[tuple[int, Tensor]]:
@@ -599,11 +600,10 @@ class WithMasters(Optimizer):
                     found.append(self._layout.names[p])
         if found and not self._names_unseen:
             self._names_unseen = True
-            warnings.warn(
+            warn_user(
                 f"what is written into weight.data is lost at the next step: {listed(found)}; write to "
                 "the weights under torch.no_grad() (weight.clamp_(-1, 1)), or call "
-                "optimizer.adopt_weights() after",
-                stacklevel=4,
+                "optimizer.adopt_weights() after"
             )
 
     def _check_owner(self) -> None:
@@ -658,12 +658,11 @@ class WithMasters(Optimizer):
         (name, found), self._taken = self._taken, None
         if found:
             names = [own for p, own in self._layout.names.items() if p in found]
-            warnings.warn(
+            warn_user(
                 f"weights that {name} has rounded are the masters of the new optimizer: "
                 f"{listed(names)}; to go on from the float32 masters write "
                 "optimizer.load_state_dict(before.state_dict()), or give the same optimizer to the "
-                "next fit",
-                stacklevel=5,
+                "next fit"
             )
 
     @property

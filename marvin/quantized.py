@@ -1,7 +1,6 @@
 """The one optimizer on float32 masters: the order of events in a step, and what a state holds."""
 
 import math
-import warnings
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
+from fixedpoint_kernels._torch_private import left_uncompiled
 from fixedpoint_kernels.compact import Sum
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.undo import all_or_nothing
@@ -56,6 +56,7 @@ from marvin.settings import (
 )
 from marvin.sgd import keep_momenta, moves_of
 from marvin.shards import is_sharded, local, locals_of
+from marvin.warned import warn_user
 
 __all__ = ["Quantized"]
 
@@ -120,6 +121,7 @@ class Quantized(WithMasters):
         >>> optimizer.step(loss=loss)
     """
 
+    @left_uncompiled
     def __init__(  # noqa: PLR0913  every hyper-parameter is an argument, as in torch.optim
         self,
         optimizer: Optimizer,
@@ -193,6 +195,7 @@ class Quantized(WithMasters):
         self._carriers.publish(self)
         self._observe_next()
 
+    @left_uncompiled
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters to both optimizers, and quantise them.
 
@@ -224,6 +227,7 @@ class Quantized(WithMasters):
         if self._is_made:
             self._begin(self.param_groups[-1]["params"])
 
+    @left_uncompiled
     @torch.no_grad()
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -313,6 +317,7 @@ class Quantized(WithMasters):
         self._observe_next()
         return loss
 
+    @left_uncompiled
     @torch.no_grad()
     def end_epoch(self) -> None:
         """Tell the policy that an epoch is over.
@@ -334,6 +339,7 @@ class Quantized(WithMasters):
             if self.lr_scale != before:
                 group["lr"] = group["lr"] * (self.lr_scale / before)
 
+    @left_uncompiled
     def state_dict(self) -> StateDict:
         """Return everything that decides the future, and the trace, as plain values.
 
@@ -366,6 +372,7 @@ class Quantized(WithMasters):
             packed["optimizer"] = self.optimizer.state_dict()
         return packed
 
+    @left_uncompiled
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a state, its policy's hyper-parameters included.
@@ -536,9 +543,8 @@ class Quantized(WithMasters):
         if broken:
             remedy = "optimizer.load_state_dict(optimizer.state_dict()) writes them anew"
             if self.param_groups[0]["nonfinite"] == "skip":  # they do not go by themselves
-                warnings.warn(
-                    f"steps are skipped while weights are not finite: {listed(broken)}; {remedy}",
-                    stacklevel=4,
+                warn_user(
+                    f"steps are skipped while weights are not finite: {listed(broken)}; {remedy}"
                 )
             return [f"weights {listed(broken)} ({remedy})"]
         if not adopted:
@@ -549,10 +555,9 @@ class Quantized(WithMasters):
         self._write(adopted, Purpose.INITIAL)
         self._carriers.publish(self)
         names = [self._layout.names[p] for p in adopted]
-        warnings.warn(
+        warn_user(
             f"weights changed outside of {type(self).__name__} are the new masters, rounded: "
-            f"{listed(names)}",
-            stacklevel=4,
+            f"{listed(names)}"
         )
         return []
 

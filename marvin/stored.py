@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fixedpoint_kernels import FixedPoint, decode, encode
-from fixedpoint_kernels._torch_private import SavingHooks, hooks_of, saving_hooks
+from fixedpoint_kernels._torch_private import SavingHooks, hooks_of, left_uncompiled, saving_hooks
 from fixedpoint_kernels.undo import all_or_nothing
 from fixedpoint_kernels.watch import OtherForward
 from marvin.layers import is_layer
@@ -98,6 +98,7 @@ class StoredCodes:
         """Return the bytes that the same weights take in their own dtype."""
         return sum(p.numel() * p.element_size() for p in self._codes)
 
+    @left_uncompiled
     def restore(self) -> None:
         """Put the weights' values back for now; the next forward or step stores codes again.
 
@@ -106,6 +107,7 @@ class StoredCodes:
         for p in [*self._codes]:
             self._fill(p)
 
+    @left_uncompiled
     def remove(self) -> None:
         """Undo: the weights have their values again, and keep them."""
         self.restore()
@@ -240,6 +242,7 @@ def _weights_of(module: nn.Module, optimizer: Quantized) -> list[Tensor]:
     return [p for p in module.parameters(recurse=recurse) if p in optimizer and is_layer(p)]
 
 
+@left_uncompiled
 def store_codes(model: nn.Module, optimizer: Quantized) -> StoredCodes:
     """Keep the model's weights as int8, int16 or int32 codes while nothing computes with them.
 

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -24,6 +23,7 @@ from marvin.policies.range_policy import (
 from marvin.policies.ranges import Limits, budget_noise
 from marvin.policies.records import Layer, Step, Update, word_length
 from marvin.settings import Checks, Settings, check_settings
+from marvin.warned import warn_user
 
 __all__ = ["LossBudgetPolicy", "StaticPolicy"]
 
@@ -268,10 +268,9 @@ class LossBudgetPolicy(RangePolicy):
         met = _mean_bits(found) if name == "target_bits" else _ebops(found, settings)
         if abs(met / target - 1) <= _NEAR:
             return shared
-        warnings.warn(
+        warn_user(
             f"{name}={target:g} is not met: the nearest formats have {met:g}, with words of "
-            f"{settings['min_wl']} to {settings['max_wl']} bits; set another {name}, min_wl or max_wl",
-            stacklevel=5,
+            f"{settings['min_wl']} to {settings['max_wl']} bits; set another {name}, min_wl or max_wl"
         )
         return replace(shared, was_missed=True)
 
@@ -332,11 +331,10 @@ def _with_warning(shared: Window, share: float) -> Window:
     """Say that a loss below 0 gives no budget."""
     if share >= 0:
         return shared
-    warnings.warn(
+    warn_user(
         f"the loss budget is a share of the loss, got a mean loss of {shared.mean_loss:g}: words get "
         "max_wl bits where the loss is below 0; set target_bits, or add a constant to the loss that "
-        "step(loss=...) gets",
-        stacklevel=6,
+        "step(loss=...) gets"
     )
     return replace(shared, was_negative=True)
 
@@ -351,10 +349,9 @@ def _with_scaler(shared: Window) -> Window:
         frame = frame.f_back
     if frame is None:
         return shared
-    warnings.warn(
+    warn_user(
         "the loss budget measures gradients of inputs while a gradient scaler multiplies them: word lengths of "
-        "inputs come out too long; use bfloat16 without a scaler, or StaticPolicy",
-        stacklevel=6,
+        "inputs come out too long; use bfloat16 without a scaler, or StaticPolicy"
     )
     return replace(shared, was_scaled=True)
 

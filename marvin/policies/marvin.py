@@ -1,7 +1,6 @@
 """The paper's policy: windows of gradients, PushDown and PushUp, and the strategy."""
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -20,6 +19,7 @@ from marvin.policies.records import Layer, Measured, PlainRecord, Rules, Step, U
 from marvin.policies.trace import Switch
 from marvin.settings import MARVIN, Settings, check_settings
 from marvin.shards import Spread, spread
+from marvin.warned import warn_user
 
 __all__ = ["Losses", "MarvinPolicy"]
 
@@ -133,7 +133,7 @@ class MarvinPolicy(Policy):
         if loss is None:
             if step.number == 1 and settings["strategy"] == "adaptive":
                 message = "the adaptive strategy needs step(loss=loss); it stays at 'min'"
-                warnings.warn(message, stacklevel=6)
+                warn_user(message)
             return shared
         current = loss
         if settings["strategy_loss"] == "short":

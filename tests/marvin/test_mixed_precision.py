@@ -111,6 +111,58 @@ def test_compiled_models_train_to_the_same_bits(make, quantized):
     assert len(optimizer.trace) >= 2
 
 
+# torch's own, where it goes on after a rounding hook
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("make", [msgd, adamw])
+def test_a_step_in_compiled_code_is_done_outside_of_it(make, whole):
+    def trained(compiled):
+        model, optimizer = setup(make)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)  # which wraps the step
+
+        def after(loss):
+            optimizer.step(loss=loss)
+            scheduler.step()
+            return loss
+
+        def one(x, y):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            return end(loss)
+
+        end, step = after, one
+        if compiled:  # "aot_eager" would crash
+            end = end if whole else torch.compile(after, backend="eager")
+            step = torch.compile(one, backend="eager") if whole else one
+        losses = [step(x, y).item() for x, y in batches(6)]
+        return losses, model.state_dict(), optimizer
+
+    losses, weights, optimizer = trained(compiled=False)
+    got, compiled_weights, compiled_optimizer = trained(compiled=True)
+    assert got == losses
+    torch.testing.assert_close(dict(compiled_weights), dict(weights), rtol=0, atol=0)
+    assert repr(compiled_optimizer.trace) == repr(optimizer.trace)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("name", ["update", "averaged", "freeze", "store"])
+def test_other_calls_in_compiled_code_are_done_outside_of_it(name):
+    model, optimizer = setup(msgd)
+    average = marvin.MasterAverage(model, optimizer)
+    average.update()
+    calls = {
+        "update": average.update,
+        "averaged": average.averaged,
+        "freeze": lambda: marvin.freeze(model),
+        "store": lambda: marvin.store_codes(model, optimizer).remove(),
+    }
+    before = optimizer.state_dict()["state"][0]["master"].clone()
+    torch.compile(calls[name], backend="eager")()
+    torch.testing.assert_close(optimizer.state_dict()["state"][0]["master"], before, rtol=0, atol=0)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
