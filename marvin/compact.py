@@ -257,15 +257,14 @@ def conform(own: StateDict, moments: StateDict, shard: Shard, wanted: bool) -> N
         return
     if wanted:
         names = [k for k, v in own.items() if isinstance(v, Tensor) and k != "master"]
-        for name in ("master", *names):
-            _put(own, name, encode(own.pop(name), "fixed" if name == "master" else "signed"))
+        kinds: dict[str, Kind] = {"master": "fixed", **dict.fromkeys(names, "signed")}
         _pack_moments(moments, shard, None)
+        _exchange(own, {n: encode(own[n], kind) for n, kind in kinds.items()})
         return
-    for name in _names(own):
-        values = _decoded(own, name, "fixed" if name == "master" else "signed")
-        del own[name + _CODES], own[name + _SCALES]
-        own[name] = values
+    names = _names(own)
+    values = {n: _decoded(own, n, "fixed" if n == "master" else "signed") for n in names}
     _un_pack_moments(moments, shard)
+    _exchange_back(own, values)
 
 
 def check_saved(own: StateDict, moments: StateDict, shape: torch.Size) -> None:
@@ -338,6 +337,8 @@ def moment_of(state: StateDict, name: str, master: Tensor, shard: Shard) -> Code
         master: Of its shape.
         shard: What this process holds.
     """
+    if name in state and name + _CODES not in state:  # an interrupt left it in float32
+        _pack_moments(state, shard, None)
     if name + _CODES not in state:
         _put(state, name, zeros(local(master), _MOMENTS[name][0]), shard)
     return codes_of(state, name)
@@ -349,31 +350,48 @@ def _pack_moments(state: StateDict, shard: Shard, key: Key | None) -> None:
     Centered RMSprop divides by the root of ``square_avg - grad_avg**2``. Of two tensors that are rounded
     by themselves that may be below 0: the codes of ``square_avg`` are those of the difference.
     """
-    if state.keys() >= _CENTERED:
-        mean = state["grad_avg"]
-        state["square_avg"] = state["square_avg"].addcmul(mean, mean, value=-1.0).clamp_(min=0.0)
-    for name, value in list(state.items()):
+    values: dict[str, Tensor] = {}
+    for name, value in state.items():
         if not isinstance(value, Tensor) or value.shape != shard.shape or name.endswith(_CODES):
             continue
-        if name not in _MOMENTS:
-            warn_user(
-                f"compact_state keeps {', '.join(_MOMENTS)} in few bytes; {name} stays as it is"
-            )
+        if name in _MOMENTS:
+            values[name] = local(value)
             continue
+        warn_user(f"compact_state keeps {', '.join(_MOMENTS)} in few bytes; {name} stays as it is")
+    if values.keys() >= _CENTERED:
+        mean = values["grad_avg"]
+        values["square_avg"] = values["square_avg"].addcmul(mean, mean, value=-1.0).clamp_(min=0.0)
+    found: dict[str, Codes] = {}
+    for name, value in values.items():
         kind, lane = _MOMENTS[name]
-        noise = None if key is None else Noise(key, lane)
-        del state[name]
-        _put(state, name, encode(local(value), kind, noise), shard)
+        found[name] = encode(value, kind, None if key is None else Noise(key, lane))
+    _exchange(state, found, shard)
 
 
 def _un_pack_moments(state: StateDict, shard: Shard) -> None:
-    names = _names(state)
-    for name in names:
-        values = _decoded(state, name, _MOMENTS[name][0])
-        del state[name + _CODES], state[name + _SCALES]
-        state[name] = shard.to_dtensor(values)
-    if _CENTERED.issubset(names):
-        state["square_avg"].addcmul_(state["grad_avg"], state["grad_avg"])
+    values = {name: _decoded(state, name, _MOMENTS[name][0]) for name in _names(state)}
+    if _CENTERED.issubset(values):
+        values["square_avg"].addcmul_(values["grad_avg"], values["grad_avg"])
+    _exchange_back(state, {name: shard.to_dtensor(value) for name, value in values.items()})
+
+
+def _exchange(state: StateDict, codes: Mapping[str, Codes], shard: Shard | None = None) -> None:
+    """Put codes in the place of values. An interrupt may leave both, and then the codes count."""
+    new: StateDict = {}
+    for name, own in codes.items():
+        _put(new, name, own, shard)
+    state.update(new)  # all at once
+    for name in codes:
+        state.pop(name, None)
+
+
+def _exchange_back(state: StateDict, values: Mapping[str, Tensor]) -> None:
+    """Put values in the place of codes. An interrupt may leave both, and then the codes count."""
+    state.update(values)
+    # codes of ``square_avg`` go first: they mean something else without those of ``grad_avg``
+    for name in sorted(values, reverse=True):
+        for suffix in SUFFIXES:
+            state.pop(name + suffix, None)
 
 
 def _names(state: StateDict) -> list[str]:

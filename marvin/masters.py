@@ -105,6 +105,7 @@ class WithMasters(Optimizer):
     _marks: dict[int, Mark | None]  # of weights, as they were last written, by position
     _plans: Plans
     _is_made = True  # but while it is
+    _lent: Sequence[list[Tensor]] = ()  # parameters of the groups, while these hold masters
     stored: tuple[Stored, ...] = ()  # have the weights' values between two steps
     _names_unseen: bool = False  # whether ``_name_unseen`` has warned
     _runaways: frozenset[str] = frozenset()  # layers that ``_name_runaways`` has warned of
@@ -313,13 +314,20 @@ class WithMasters(Optimizer):
     def _on_masters(self) -> Iterator[None]:
         """Let the wrapped optimizer's groups hold the masters in the parameters' place."""
         params = [group["params"] for group in self.param_groups]
-        for group, own in zip(self.optimizer.param_groups, params, strict=True):
-            group["params"] = list(self._members(own).masters)
+        masters = [list(self._members(own).masters) for own in params]
+        self._lent = params
         try:
+            for group, own in zip(self.optimizer.param_groups, masters, strict=True):
+                group["params"] = own
             yield
         finally:
-            for group, own in zip(self.optimizer.param_groups, params, strict=True):
-                group["params"] = own
+            self._take_groups_back()
+
+    def _take_groups_back(self) -> None:
+        """Let groups hold the parameters, also where an interrupt kept ``_on_masters`` from it."""
+        for group, own in zip(self.optimizer.param_groups, self._lent, strict=False):
+            group["params"] = own
+        self._lent = ()
 
     def _write(self, params: Sequence[Tensor], purpose: Purpose) -> None:
         """Round the masters of ``params`` into the model, all in one launch."""

@@ -204,7 +204,7 @@ class Quantized(WithMasters):
             TypeError: A parameter is not float32, bfloat16 or float16, or the policy gives no record.
             ValueError: A setting is out of range, or is read from the first group and differs from it.
         """
-        check_groups(self, self.optimizer, param_group)
+        self._check_groups(param_group)
         count = len(self.param_groups)
         is_new = len(self.optimizer.param_groups) == count
         if is_new:
@@ -255,7 +255,7 @@ class Quantized(WithMasters):
             ValueError: ``loss`` has more than one element.
         """
         check_step(closure)
-        check_groups(self, self.optimizer)
+        self._check_groups()
         check_dtypes(self._layout.names, type(self).__name__)  # model.double() may have come since
         self._check_owner()
         if closure is not None:
@@ -304,6 +304,7 @@ class Quantized(WithMasters):
         try:
             self._move(batches, update)
         except BaseException:  # else the next step would take half-written weights for the user's
+            self._take_groups_back()
             frozen = self._frozen()
             self._write([p for p in self._masters if p not in frozen], Purpose.WEIGHTS)
             raise
@@ -348,7 +349,7 @@ class Quantized(WithMasters):
         Raises:
             RuntimeError: The wrapped optimizer got parameter groups of its own.
         """
-        check_groups(self, self.optimizer)
+        self._check_groups()
         with self.with_values():
             self._adopt_changed()
         packed = super().state_dict()
@@ -394,7 +395,7 @@ class Quantized(WithMasters):
             ValueError: ``state_dict`` is not of this kind, policy or wrapped optimizer, lacks a key, has a
                 value of another kind, or its parameters differ.
         """
-        check_groups(self, self.optimizer)
+        self._check_groups()
         check_dtypes(self._layout.names, type(self).__name__)
         shapes = [(name, p.shape) for p, name in self._layout.names.items()]
         with states.refusing(type(self).__name__):
@@ -505,6 +506,12 @@ class Quantized(WithMasters):
             for p, name in found
         }
 
+    def _check_groups(self, new: Group | None = None) -> None:
+        """Refuse groups of the wrapped optimizer's own; ``new``: what comes as a group now."""
+        if self._lent:
+            self._take_groups_back()
+        check_groups(self, self.optimizer, new)
+
     def _check(self, group: Group) -> None:
         """Refuse a parameter group; subclasses add checks of their own."""
         self.policy.check(group)
@@ -613,11 +620,11 @@ class Quantized(WithMasters):
         for p, master in list(self._masters.items()):
             wanted = wants_compact(self._layout.groups[p], p)
             if is_compact(self.state[p]) != wanted:
-                moments = self.optimizer.state.pop(master, {})
+                moments = self.optimizer.state.get(master, {})
                 conform(self.state[p], moments, self._layout.shards[p], wanted)
                 self._show_masters([p])
-                if moments:
-                    self.optimizer.state[self._masters[p]] = moments
+                if master in self.optimizer.state:
+                    self.optimizer.state[self._masters[p]] = self.optimizer.state.pop(master)
 
     def _noise(self, step: int) -> Key:
         """Return the noise of states in a step, from which that of each is counted."""

@@ -1,5 +1,6 @@
 """What is interrupted leaves everything as it was."""
 
+import copy
 import sys
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ import marvin
 from fixedpoint_kernels import forward_save
 from fixedpoint_kernels.forward_save import conversion as saving
 from fixedpoint_kernels.forward_save import swap
-from marvin import stored
+from marvin import compact, masters, stored
 from marvin.integer import conversion, fusion
 
 
@@ -121,3 +122,42 @@ def test_a_sample_that_fails_leaves_the_model_as_it_was():
     with pytest.raises(RuntimeError, match="no memory"):
         forward_save.convert(model, division=True, sample_input=torch.zeros(2, 1, 8, 8))
     assert [attributes(module) for module in model.modules()] == before
+
+
+def mean_squares(optimizer):
+    """Return the first weight's mean square of gradients, as RMSprop would find it."""
+    state = copy.deepcopy(next(iter(optimizer.optimizer.state.values())))
+    master = next(iter(optimizer._masters))
+    compact._un_pack_moments(state, optimizer._layout.shards[master])
+    return state["square_avg"]
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_an_interrupt_in_a_step_leaves_moments_and_groups(centered):
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 2), torch.rand(8, 64)
+    wrapped = torch.optim.RMSprop(
+        model.named_parameters(), lr=1e-4, momentum=0.9, centered=centered
+    )
+    optimizer = marvin.Quantized(wrapped, marvin.FixedPolicy(8, 4), compact_state=True)
+
+    def step():
+        optimizer.zero_grad()
+        loss = (4 - model(x)).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss)
+
+    step()
+    line, files = 1, {compact.__file__, masters.__file__}
+    before = mean_squares(optimizer)
+    while interrupted(step, files, line):
+        line += 1
+        for group in (*optimizer.param_groups, *wrapped.param_groups):
+            assert list(map(id, group["params"])) == list(map(id, model.parameters())), line
+        assert (mean_squares(optimizer) >= 0.9 * before).all(), line
+        optimizer.state_dict()
+        step()
+        state = next(iter(wrapped.state.values()))
+        assert "square_avg_codes" in state and "square_avg" not in state, line
+        before = mean_squares(optimizer)
+    assert line > 50
