@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["BUFFER", "FROZEN", "Entry", "QuantizedActivations", "Report", "state_of"]
 
 FROZEN = "frozen: float until it is trained"
-"""Why a module does not round whose parameters require no gradient."""
+"""Why a module does not round whose weight, or the layer that it follows, requires no gradient."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,13 @@ class Entry:
         module: The module.
         rounder: Of it.
         parameters: The first with a format gives that of the activations.
+        layers: Those whose formats they have.
     """
 
     module: nn.Module
     rounder: Rounder
     parameters: Sequence[Tensor] = ()
+    layers: Sequence[Tensor] = ()
 
     @property
     def is_live(self) -> bool:
@@ -117,11 +119,10 @@ class QuantizedActivations:
         waiting = sorted(self.state.waiting & weights)
         if len(waiting) == len(weights):  # the model was not called at all
             waiting = []
-        trained = {
-            e.rounder.name for e in self.entries if any(p.requires_grad for p in e.parameters)
-        }
+        trained = {e.rounder.name for e in self.entries if any(p.requires_grad for p in e.layers)}
         left = {n: why for n, why in self.left.items() if why != FROZEN or n not in trained}
-        return Report(tuple(self.layers()), {**left, **dict.fromkeys(waiting, "not called yet")})
+        rounded = tuple(name for name in self.layers() if left.get(name) != FROZEN)
+        return Report(rounded, {**left, **dict.fromkeys(waiting, "not called yet")})
 
     @property
     def is_attached(self) -> bool:

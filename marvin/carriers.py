@@ -12,15 +12,15 @@ from marvin.activations import FROZEN, Entry, QuantizedActivations
 from marvin.display import listed
 from marvin.hooks import rounders_of
 from marvin.layers import computed_weights, is_layer
-from marvin.masters import WithMasters
+from marvin.masters import WithMasters, owner_of
 from marvin.model_formats import ModuleFormats
 from marvin.policies.observer import Observer
-from marvin.policies.records import ActivationFormats, Rules
+from marvin.policies.records import ActivationFormats
 from marvin.rounder import channels_of
 from marvin.settings import Settings
 from marvin.warned import warn_user
 
-__all__ = ["EXCLUDED", "FOLLOWERS", "OTHERS", "Carriers", "assign"]
+__all__ = ["EXCLUDED", "FOLLOWERS", "OTHERS", "Carriers", "assign", "decides"]
 
 # without parameters of their own, these take the format of the layer before them
 _NORMS = NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
@@ -32,7 +32,8 @@ EXCLUDED = "excluded"
 
 _MUCH, _OF_OUTPUTS, _OF_DATA = 0.9, 0.5, 0.25  # shares of clamped values that a warning names
 OTHERS = "rounds by the formats of another optimizer"
-"""Why a module does not round by an optimizer whose parameters it does not have."""
+"""Why a module does not round by an optimizer that does not have its weight."""
+_NO_LAYER = "no layer of the optimizer gives it a format"
 
 
 class Carriers:
@@ -88,6 +89,7 @@ class Carriers:
                 formats = _formats_for(entry, handle, optimizer)
                 if not entry.rounder.has(entry.module, formats) and entry.is_live:
                     entry.rounder.write(entry.module, formats)
+            _write_elsewhere(handle, optimizer)
 
     def _find_gone(self, handles: Sequence[QuantizedActivations]) -> None:
         """Remember parameters that modules of these models had, and no module has any more."""
@@ -151,6 +153,7 @@ class Carriers:
             for handle in self.handles
             for entry in handle.entries
             if entry.rounder.name in waiting
+            and entry.is_live
             and any(p.grad is not None for p in entry.module.parameters(recurse=False))
         }
         waiting -= names
@@ -244,12 +247,41 @@ def _formats_for(
         gradients=own.gradients,
         samples=first(entry.module.parameters()).outputs if takes_samples else None,
         weights=tuple(
-            optimizer.format_of(p) if p in optimizer else None
+            own.format_of(p) if (own := _optimizer_of(p, optimizer)) else None
             for p in entry.module.parameters(recurse=False)
         ),
         ste=handle.ste,
         eval_rounding=handle.eval_rounding,
     )
+
+
+def _optimizer_of(p: Tensor, first: WithMasters) -> WithMasters | None:
+    return first if p in first else owner_of(p)
+
+
+def _write_elsewhere(handle: QuantizedActivations, optimizer: WithMasters) -> None:
+    """Let modules that round by another optimizer's formats carry those of their other parameters, too."""
+    for module in _root(handle).modules():
+        for rounder in rounders_of(module):
+            params = [*module.parameters(recurse=False)]
+            if rounder.state is handle.state or all(owner_of(p) is not optimizer for p in params):
+                continue
+            formats = rounder.formats(module)
+            weights = tuple(
+                optimizer.format_of(p) if owner_of(p) is optimizer else own
+                for p, own in zip(params, formats.weights, strict=True)
+            )
+            if weights != formats.weights:
+                rounder.write(module, replace(formats, weights=weights))
+
+
+def decides(optimizer: WithMasters, module: nn.Module) -> bool:
+    """Say whether an optimizer's formats are those of a module's activations: it has the module's layer."""
+    own = [*module.parameters(recurse=False)]
+    layer = next(filter(is_layer, own), None)
+    if layer is not None and layer not in optimizer and owner_of(layer) is not None:
+        return False
+    return any(p in optimizer for p in own)
 
 
 def assign(handle: QuantizedActivations, optimizer: WithMasters) -> None:
@@ -261,14 +293,18 @@ def assign(handle: QuantizedActivations, optimizer: WithMasters) -> None:
     handle.entries = [e for e in handle.entries if e.module in sources]  # others were replaced
     for place, entry in enumerate(handle.entries):
         module, name, source = entry.module, entry.rounder.name, sources[entry.module]
-        reason = _reason(module, source, optimizer.policy.rules)
+        owners = dict.fromkeys(
+            owner for p in source if (owner := optimizer.layer_of(p)) is not None
+        )
+        reason = _reason(module, source, optimizer) or ("" if owners else _NO_LAYER)
         is_left = name in handle.left
-        handle.entries[place] = replace(entry, parameters=() if reason or is_left else source)
+        chosen = () if reason or is_left else source
+        handle.entries[place] = replace(entry, parameters=chosen, layers=[*owners])
         if is_left:
             continue
         if reason and (channels_of(module) or isinstance(module, FOLLOWERS)):
             handle.left[name] = reason
-        if not reason and not any(p.requires_grad for p in source):
+        if not reason and all(optimizer.activation_formats(p) is None for p in owners):
             handle.left[name] = FROZEN
         if computed := computed_weights(module):
             how = "a parametrisation" if is_parametrized(module) else "a hook"
@@ -286,14 +322,19 @@ def _sources(model: nn.Module, optimizer: WithMasters) -> Iterator[Sequence[Tens
     before: list[Tensor] = []
     for module in model.modules():
         own = [p for p in module.parameters(recurse=False) if p in optimizer]
+        if not decides(optimizer, module):
+            own = []
         yield own + before if isinstance(module, FOLLOWERS) else own
         before = [p for p in own if is_layer(p)] or before
 
 
-def _reason(module: nn.Module, source: Sequence[Tensor], rules: Rules) -> str:
+def _reason(module: nn.Module, source: Sequence[Tensor], optimizer: WithMasters) -> str:
     """Say why a module does not round; "" where it does."""
+    rules = optimizer.policy.rules
     if isinstance(module, _NORMS) and not rules.quantizes_norms:
         return "the policy leaves normalisation in float32"
     if isinstance(module, _POOLS) and not rules.quantizes_pools:
         return "the policy leaves pooling in float32"
+    if not source and any(p in optimizer for p in module.parameters(recurse=False)):
+        return OTHERS
     return "" if source else "neither it nor a layer before it has a parameter of the optimizer"

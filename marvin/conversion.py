@@ -10,7 +10,7 @@ from torch import nn
 from fixedpoint_kernels._torch_private import left_uncompiled
 from fixedpoint_kernels.rounding import Rounding
 from marvin.activations import Entry, QuantizedActivations
-from marvin.carriers import EXCLUDED, FOLLOWERS, OTHERS, assign
+from marvin.carriers import EXCLUDED, FOLLOWERS, OTHERS, assign, decides
 from marvin.hooks import detach, hook, rounders_of
 from marvin.model_formats import ModuleFormats
 from marvin.quantized import Quantized
@@ -46,8 +46,8 @@ def quantize_activations(
     The model carries its formats: each of these modules gets a buffer ``fixed_point``, which is
     saved and loaded with the model, and which ``optimizer`` writes when a format changes. A copy
     of the model keeps the formats that it has, and is tied to nothing. A second call takes the
-    place of the first, but for modules whose parameters are all another optimizer's: those go on
-    rounding as they did, so a model may have two optimizers.
+    place of the first, but for modules whose weight is another optimizer's, which decides: those go on
+    rounding as they did, so a model may have two optimizers, each with a call of its own.
 
     Args:
         model: Changed by hooks and buffers; ``remove()`` undoes it.
@@ -90,7 +90,7 @@ def quantize_activations(
     handle = _attached(model, optimizer.forward_state, include, exclude, others)
     handle.ste, handle.eval_rounding = ste, eval_rounding
     assign(handle, optimizer)
-    if not handle.layers():
+    if not handle.layers() and OTHERS not in handle.left.values():
         raise ValueError(f"no module that may round is left: {handle.report}")
     optimizer.carry(handle)
     return handle
@@ -132,14 +132,14 @@ def prepare(
 
 
 def _of_others(model: nn.Module, optimizer: Quantized) -> set[nn.Module]:
-    """Return modules that round by another optimizer's formats and have no parameter of this one."""
+    """Return modules that round by another optimizer's formats, which has their layer."""
     found, is_other = set[nn.Module](), False
     for module in model.modules():
-        own = [*module.parameters(recurse=False)]
+        has_own = any(True for _ in module.parameters(recurse=False))
         rounds = any(r.state is not optimizer.forward_state for r in rounders_of(module))
-        if own:
-            is_other = rounds and not any(p in optimizer for p in own)
-        if is_other and rounds and (own or isinstance(module, FOLLOWERS)):
+        if has_own:
+            is_other = rounds and not decides(optimizer, module)
+        if is_other and rounds and (has_own or isinstance(module, FOLLOWERS)):
             found.add(module)
     return found
 

@@ -141,6 +141,10 @@ class WithMasters(Optimizer):
         is_other = owner is not parameter  # whose channels may be others
         return fmt.fmt if is_other and isinstance(fmt, ChannelFormat) else fmt
 
+    def layer_of(self, parameter: Tensor) -> Tensor | None:
+        """Return the layer whose format one parameter takes; None if it stays float."""
+        return self._layout.owners[parameter]
+
     def activation_formats(self, parameter: Tensor) -> ActivationFormats | None:
         """Return the formats of activations beside a parameter; None if it stays float."""
         owner = self._layout.owners[parameter]

@@ -236,7 +236,7 @@ class LossBudgetPolicy(RangePolicy):
             raise ValueError(
                 "LossBudgetPolicy needs the loss, got none: write optimizer.step(loss=loss)"
             )
-        if not step.samples:
+        if layers and not step.samples:
             raise ValueError(
                 "LossBudgetPolicy needs the batch's size, got no samples: call "
                 "marvin.quantize_activations(model, optimizer) and train in model.train(), leave out "

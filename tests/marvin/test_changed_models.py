@@ -10,7 +10,9 @@ from torch import nn
 from torch.nn.utils import prune
 
 import marvin
+from fixedpoint_kernels import FixedPoint
 from marvin import masters
+from marvin.rounder import formats_of
 from marvin.rounding import round_many
 from tests.same import assert_same
 
@@ -75,6 +77,42 @@ def test_two_optimizers_of_one_model(split):
     assert set(handles[1].report.left.values()) == {"rounds by the formats of another optimizer"}
     x = torch.randn(4, 8)
     assert torch.equal(marvin.freeze(model)(x), model.eval()(x))
+
+
+def test_a_weight_and_its_bias_may_have_two_optimizers():
+    """The optimizer of the weight decides; both write what the module carries, in either order."""
+
+    def trained(order):
+        torch.manual_seed(0)
+        model = make_model()
+        named = list(model.named_parameters())
+        hidden = [own for own in named if own[0] in ("0.weight", "2.weight")]
+        rest = [
+            own for own in named if own[0] not in dict(hidden)
+        ]  # whose layer, the last, gives biases formats
+        weights = marvin.Quantized(torch.optim.SGD(hidden, lr=0.05), marvin.LossBudgetPolicy())
+        others = marvin.Quantized(torch.optim.AdamW(rest), marvin.FixedPolicy(12, 6))
+        pair = [weights, others]
+        handles = [marvin.quantize_activations(model, own) for own in pair[::order]]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(model, weights, others, steps=6)
+            others.param_groups[0]["wl"] = 10
+            train(model, weights, others)
+        return model, weights, handles[::order]
+
+    for order in (1, -1):
+        model, weights, handles = trained(order)
+        assert [handle.layers() for handle in handles] == [["0", "2"], ["4"]]
+        assert handles[1].report.left["0"] == "rounds by the formats of another optimizer"
+        carried = formats_of(model)
+        for name in ("0", "2"):
+            assert carried[name].inputs == weights.input_formats()[f"{name}.weight"]
+            assert is_in(inputs_seen(model, name), carried[name].inputs)
+            assert carried[name].weights == (weights.formats()[f"{name}.weight"], FixedPoint(10, 6))
+        assert carried["4"].inputs == FixedPoint(10, 6)
+        x = torch.randn(4, 8)
+        assert torch.equal(marvin.freeze(model)(x), model.eval()(x))
 
 
 def test_an_optimizer_of_all_parameters_takes_the_place_of_two():

@@ -9,6 +9,7 @@ from torch import nn
 
 import marvin
 from fixedpoint_kernels import quantize
+from marvin.rounder import formats_of
 
 FAST = {"lr": 0.05, "lookback": (2, 5), "resolution": (10, 20)}
 
@@ -192,6 +193,23 @@ def test_what_was_written_back_as_it_was_changes_nothing():
         train(twin, other, 1, i)
         model.load_state_dict(copy.deepcopy(model.state_dict()))  # as exchanging with an average
     same(weights(model), weights(twin))
+
+
+def test_a_layer_whose_bias_alone_is_trained_does_not_round():
+    model = net()
+    model[0].weight.requires_grad_(False)
+    optimizer = marvin.Quantized(
+        torch.optim.SGD(model.named_parameters()), marvin.FixedPolicy(8, 4)
+    )
+    handle = marvin.quantize_activations(model, optimizer)
+    train(model, optimizer, 2)
+    assert not formats_of(model)["0"].rounds
+    assert "frozen" in handle.report.left["0"]
+    assert handle.report.rounded == ("3",)
+    model[0].weight.requires_grad_(True)
+    train(model, optimizer, 2)
+    assert formats_of(model)["0"].rounds
+    assert "0" in handle.report.rounded
 
 
 def test_frozen_parameters_stay_float_until_they_are_trained():
