@@ -170,6 +170,18 @@ class MuppetPolicy(Policy):
             return Measured()
         return Measured({"last_grad": [grad.clone() for grad in grads]})
 
+    def update(self, shared: Stage, layers: Sequence[Layer], step: Step) -> Update:
+        """See ``Policy``: a layer that was frozen while the level rose takes the level of now."""
+        fmt = _format(self.word_length_at(shared))
+        if all(layer.record.fmt == fmt for layer in layers):
+            return Update(shared, layers)
+        late = LayerFormat(fmt)
+        after = [
+            layer if layer.record.fmt == fmt else _forgotten(layer).but(record=late)
+            for layer in layers
+        ]
+        return Update(shared, after)
+
     def end_epoch(self, shared: Stage, layers: Sequence[Layer], step: Step) -> Update:
         """Look at the epoch's diversity; go to the next level where it has fallen too often."""
         shared = replace(shared, epoch=shared.epoch + 1, since_switch=shared.since_switch + 1)

@@ -77,6 +77,41 @@ def test_weights_take_the_new_level_at_the_end_of_the_epoch():
         torch.testing.assert_close(p.detach(), rounded, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("levels", [(8, 12, 16), (8, 32)])
+def test_a_layer_that_was_frozen_while_the_level_rose_takes_it_when_it_trains_again(levels):
+    model, optimizer = make(levels=levels)
+
+    def gradients(kind):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                seed = torch.Generator().manual_seed(
+                    optimizer.shared.epoch if kind == "differ" else 0
+                )
+                p.grad = torch.randn(p.shape, generator=seed) if p.requires_grad else None
+
+    def run(kind):
+        gradients(kind)
+        optimizer.step(loss=1.0)
+        optimizer.end_epoch()
+
+    run("differ")
+    model[0].requires_grad_(False)
+    for kind in ["differ"] * 3 + ["same"] * 4:
+        run(kind)
+    frozen = model[0].weight.detach().clone()
+    assert optimizer.policy.word_length_at(optimizer.shared) == levels[1]
+    assert optimizer.formats()["0.weight"] == BlockFloat(8)
+    model[0].requires_grad_(True)
+    gradients("same")
+    optimizer.step(loss=1.0)
+    expected = None if levels[1] == 32 else BlockFloat(levels[1])
+    assert optimizer.formats().get("0.weight") == optimizer.formats().get("0.bias") == expected
+    row = next(row for row in optimizer.trace if row.layer == "0.weight")
+    assert (row.wl_before, row.wl) == levels[:2]
+    assert not torch.equal(model[0].weight, frozen)
+    assert "epoch_grads" not in optimizer.state[model[0].weight]  # these were of the level before
+
+
 @pytest.mark.parametrize(("epochs", "violations"), [("absolute", 1), ("since_switch", 0)])
 def test_the_threshold_falls_with_all_epochs_or_those_since_the_switch(epochs, violations):
     """A ratio of 1.2 is a violation at epoch 30, where the threshold is 1.07, not at epoch 0."""
