@@ -630,13 +630,15 @@ class WithMasters(Optimizer):
                 )
         self._claims = _OWNERS.claims
 
-    def _claim(self) -> set[Optimizer]:
-        """Be the optimizer of these parameters from now on; return those that were until now."""
-        before = {_OWNERS.get(id(p), self) for p in self._layout.names} - {self}
+    def _claim(self) -> None:
+        """Be the optimizer of these parameters from now on."""
         _OWNERS.update({id(p): self for p in self._layout.names})
         _OWNERS.claims += 1
         self._claims = _OWNERS.claims
-        return before
+
+    def _owners_before(self) -> set[Optimizer]:
+        """Return the other optimizers of these parameters."""
+        return {_OWNERS.get(id(p), self) for p in self._layout.names} - {self}
 
     def _owners(self) -> dict[int, Optimizer]:
         """Return the optimizers that were made last for these parameters, for ``_give_back``."""

@@ -170,8 +170,10 @@ class Quantized(WithMasters):
         self._is_made = False
         super().__init__(optimizer.param_groups, {**optimizer.defaults, **options})
         del self._is_made
+        self._follow([*self._layout.names])
         self._begin([*self._layout.names])  # a bias may come groups before its weight
         self._own_step = guard_step(self, optimizer)
+        self._claim()  # nothing refuses any more
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute; the policy stays: records and hyper-parameters in the groups are its own."""
@@ -219,13 +221,19 @@ class Quantized(WithMasters):
             if is_new:
                 self.optimizer.param_groups.pop()
             raise
-        for before in self._claim():
+        if self._is_made:
+            new = self.param_groups[-1]["params"]
+            self._follow(new)
+            self._claim()
+            self._carriers.widen(self)
+            self._begin(new)
+
+    def _follow(self, params: Sequence[Tensor]) -> None:
+        """Note what the optimizers leave behind that had these parameters until now."""
+        for before in self._owners_before():
             if isinstance(before, Quantized):
                 self._carriers.before += tuple(before._carriers.handles)
-                self._take(before, self.param_groups[-1]["params"])
-        self._carriers.widen(self)
-        if self._is_made:
-            self._begin(self.param_groups[-1]["params"])
+                self._take(before, params)
 
     @left_uncompiled
     @torch.no_grad()

@@ -431,3 +431,29 @@ def test_models_without_shapes_are_named(call):
         TypeError, match=r"UninitializedParameter at '0.weight': run the model once"
     ):
         call(net)
+
+
+@pytest.mark.parametrize("at", ["group", "record"])
+def test_an_optimizer_that_is_refused_takes_no_parameters(at):
+    class Records(marvin.FixedPolicy):
+        def init(self, settings, shared):
+            return None
+
+        def check(self, settings):
+            pass
+
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+    optimizer = marvin.MSGD(model.named_parameters())
+    first, second = ([*own.parameters()] for own in model)
+
+    def make():
+        if at == "group":
+            return marvin.MSGD([{"params": first}, {"params": second, "max_wl": 99}])
+        return marvin.Quantized(torch.optim.SGD([*first, *second]), Records())
+
+    with pytest.raises((TypeError, ValueError)) as refused:
+        make()
+    loss = model(torch.randn(4, 8)).sum()
+    loss.backward()
+    optimizer.step(loss=loss)  # though the error, and so what was half made, is there still
+    assert refused.tb is not None
