@@ -187,14 +187,15 @@ def _tensors(members: Members, noise: Key) -> list[Mapping[str, Tensor]]:
 
 
 def _add_l1(group: Group, params: Sequence[Tensor], grads: list[Tensor]) -> Tensor:
-    """Add the penalty's gradient, out of place, and return the penalties."""
+    """Add the penalty's gradient, out of place, and return the penalties; what is maximised loses them."""
     wide = accumulate_dtype(grads[0].device)
+    rate = -group["l1"] if group.get("maximize") else group["l1"]
     penalties = [grads[0].new_zeros((), dtype=wide)] * len(params)
     for i, p in enumerate(params):
         if group["l1_params"] == "all" or p.ndim >= 2:
             weight = local(p)
-            grads[i] = grads[i].add(weight.sign(), alpha=group["l1"])
-            penalties[i] = weight.abs().sum(dtype=wide) * group["l1"]
+            grads[i] = grads[i].add(weight.sign(), alpha=rate)
+            penalties[i] = weight.abs().sum(dtype=wide) * rate
     return torch.stack(penalties)
 
 

@@ -255,7 +255,9 @@ class WithMasters(Optimizer):
 
         Raises:
             FloatingPointError: A weight is not finite; nothing was changed.
+            ValueError: A weight has got another shape.
         """
+        self._check_shapes()
         with self.with_values():
             if wrong := self._not_finite((p, local(p)) for p in self._masters):
                 raise FloatingPointError(
@@ -617,6 +619,16 @@ class WithMasters(Optimizer):
                 "the weights under torch.no_grad() (weight.clamp_(-1, 1)), or call "
                 "optimizer.adopt_weights() after"
             )
+
+    def _check_shapes(self) -> None:
+        """Refuse parameters that got values of another shape (``weight.data = x``)."""
+        for p, shard in self._layout.shards.items():
+            if p.shape != shard.shape:
+                raise ValueError(
+                    f"a parameter must keep its shape {tuple(shard.shape)}, got {tuple(p.shape)} of "
+                    f"{self._layout.names[p]}: put a new layer in the place of the old one, and give its "
+                    "parameters to optimizer.add_param_group"
+                )
 
     def _check_owner(self) -> None:
         """Refuse to step parameters that another optimizer was made for."""

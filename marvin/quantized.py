@@ -260,7 +260,7 @@ class Quantized(WithMasters):
             RuntimeError: A gradient is sparse, a CUDA graph is being captured, another optimizer was
                 made for the same parameters since, or the wrapped one got parameter groups.
             TypeError: ``closure`` is a loss, ``loss`` no number, or the model was made float64.
-            ValueError: ``loss`` has more than one element.
+            ValueError: ``loss`` has more than one element, or a parameter has got another shape.
         """
         check_step(closure)
         self._check_groups()
@@ -333,7 +333,12 @@ class Quantized(WithMasters):
 
         ``MarvinPolicy`` and ``FixedPolicy`` do not mind. A policy that owns the learning rate
         changes ``lr`` of every group here.
+
+        Raises:
+            RuntimeError: The wrapped optimizer got parameter groups of its own.
+            ValueError: A parameter has got another shape.
         """
+        self._check_groups()
         before = self.lr_scale
         now = Step(self._counts.step, self._seed, self.param_groups[0])
         with self.with_values():
@@ -356,6 +361,7 @@ class Quantized(WithMasters):
 
         Raises:
             RuntimeError: The wrapped optimizer got parameter groups of its own.
+            ValueError: A parameter has got another shape.
         """
         self._check_groups()
         with self.with_values():
@@ -515,9 +521,11 @@ class Quantized(WithMasters):
         }
 
     def _check_groups(self, new: Group | None = None) -> None:
-        """Refuse groups of the wrapped optimizer's own; ``new``: what comes as a group now."""
+        """Refuse groups of the wrapped optimizer's own, and other shapes; ``new``: what comes as a group now."""
         if self._lent:
             self._take_groups_back()
+        if self._is_made:
+            self._check_shapes()
         check_groups(self, self.optimizer, new)
 
     def _check(self, group: Group) -> None:

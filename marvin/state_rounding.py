@@ -28,7 +28,8 @@ def round_state(
     The order is that of QPyTorch: the wrapped optimizer moves the masters; these are rounded to
     ``master``; the weights are rounded from them as always; momenta are rounded to ``momentum``. It is a
     simulation: everything stays float32. Noise is of the optimizer's seed and step, so a resumed
-    training, where this is called again, has the same bits.
+    training, where this is called again, has the same bits. Copies and pickles of the optimizer do not
+    round, as they have no hooks of torch's: call this for them, too.
 
     Args:
         optimizer: Of fixed point.

@@ -514,3 +514,15 @@ def test_a_weight_that_is_not_finite_is_refused_without_gradients_too(loss):
         model[3].weight[0, 0] = math.nan
     with pytest.raises(FloatingPointError, match=r"got weights 3\.weight"):
         optimizer.step(loss=loss)
+
+
+def test_l1_shrinks_weights_under_maximize_too():
+    found = []
+    for maximize in (False, True):
+        weight = nn.Parameter(torch.tensor([[2.0, -2.0, 1.0, -1.0]]))
+        sgd = torch.optim.SGD([weight], lr=0.5, maximize=maximize)
+        optimizer = Quantized(sgd, marvin.FixedPolicy(16, 8), l1=0.5)
+        weight.grad = torch.zeros(1, 4)
+        optimizer.step(loss=0.0)
+        found.append(optimizer.state[weight]["master"].tolist())
+    assert found[0] == found[1] == [[1.75, -1.75, 0.75, -0.75]]

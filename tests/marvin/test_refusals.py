@@ -457,3 +457,16 @@ def test_an_optimizer_that_is_refused_takes_no_parameters(at):
     loss.backward()
     optimizer.step(loss=loss)  # though the error, and so what was half made, is there still
     assert refused.tb is not None
+
+
+@pytest.mark.parametrize("call", ["step", "state_dict", "adopt_weights", "end_epoch"])
+def test_a_parameter_of_another_shape_is_named(call):
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+    optimizer = marvin.MSGD(model.named_parameters())
+    loss = model(torch.randn(4, 8)).sum()
+    loss.backward()
+    model[1].weight.data = torch.randn(3, 4)
+    with pytest.raises(
+        ValueError, match=r"shape \(2, 4\), got \(3, 4\) of 1\.weight: .*add_param_group"
+    ):
+        getattr(optimizer, call)()

@@ -216,9 +216,11 @@ def test_biases_before_their_weights_are_rounded(is_later):
 
 
 def test_groups_have_noise_of_their_own():
-    a, b = (nn.Parameter(torch.full((64, 64), 0.03)) for _ in range(2))
-    marvin.MSGD([{"params": [a]}, {"params": [b]}], lr=0.05)
+    a, b, later = (nn.Parameter(torch.full((64, 64), 0.03)) for _ in range(3))
+    optimizer = marvin.MSGD([{"params": [a]}, {"params": [b]}], lr=0.05)
+    optimizer.add_param_group({"params": [later]})
     assert not torch.equal(a, b)
+    assert not torch.equal(a, later)
 
 
 @pytest.mark.parametrize("compact", [False, True])
