@@ -73,6 +73,7 @@ __all__ = [
     "int_mm",
     "is_called_plainly",
     "is_checkpointed",
+    "is_joining",
     "is_recomputed",
     "is_watched",
     "left_uncompiled",
@@ -501,6 +502,11 @@ def compiled_as_constant(function: _Run) -> _Run:
     run = left_uncompiled(function)
     setattr(run, "_dynamo_marked_constant", True)  # noqa: B010  pyright knows functions
     return run
+
+
+def is_joining(model: Any) -> bool:
+    """Say whether a ``DistributedDataParallel`` is inside of ``join``, of which it does not tell."""
+    return model._join_config.enable
 
 
 COMPILED_CALL = "_compiled_call_impl"

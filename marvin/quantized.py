@@ -5,9 +5,10 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Literal
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
@@ -41,7 +42,7 @@ from marvin.policies.base import Policy, check_policy, check_record, completed
 from marvin.policies.observer import Inputs, inputs_of
 from marvin.policies.records import Layer, Step, Update
 from marvin.policies.trace import Switch
-from marvin.ranks import mean_over_ranks
+from marvin.ranks import check_not_joining, is_distributed, mean_over_ranks, parallel_models
 from marvin.rounder import BUFFER, ForwardState
 from marvin.settings import (
     OPTIONS,
@@ -120,6 +121,8 @@ class Quantized(WithMasters):
         >>> optimizer = marvin.Quantized(adamw, marvin.MarvinPolicy(buffer_bits=6))
         >>> optimizer.step(loss=loss)
     """
+
+    _parallel: "list[ref[nn.Module]] | None" = None  # models of several processes, once looked for
 
     @left_uncompiled
     def __init__(  # noqa: PLR0913  every hyper-parameter is an argument, as in torch.optim
@@ -257,7 +260,7 @@ class Quantized(WithMasters):
         Raises:
             FloatingPointError: The loss, a gradient or a weight that was changed is not finite; or in the
                 second step and every 100th, a master.
-            RuntimeError: A gradient is sparse, a CUDA graph is being captured, another optimizer was
+            RuntimeError: A gradient is sparse, a CUDA graph is being captured, a model is in ``join()``, another optimizer was
                 made for the same parameters since, or the wrapped one got parameter groups.
             TypeError: ``closure`` is a loss, ``loss`` no number, or the model was made float64.
             ValueError: ``loss`` has more than one element, or a parameter has got another shape.
@@ -266,6 +269,7 @@ class Quantized(WithMasters):
         self._check_groups()
         check_dtypes(self._layout.names, type(self).__name__)  # model.double() may have come since
         self._check_owner()
+        self._check_processes()
         if closure is not None:
             with torch.enable_grad():
                 found = closure()
@@ -527,6 +531,13 @@ class Quantized(WithMasters):
         if self._is_made:
             self._check_shapes()
         check_groups(self, self.optimizer, new)
+
+    def _check_processes(self) -> None:
+        """Refuse a step that other processes may not do."""
+        if is_distributed():
+            if self._parallel is None:
+                self._parallel = parallel_models(self)
+            check_not_joining(self._parallel)
 
     def _check(self, group: Group) -> None:
         """Refuse a parameter group; subclasses add checks of their own."""

@@ -1,15 +1,21 @@
 """Training on several processes: what they must agree on."""
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Container, Sequence
+from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+from fixedpoint_kernels._torch_private import is_joining
 
 __all__ = [
+    "check_not_joining",
     "is_distributed",
     "mean_over_ranks",
     "min_over_ranks",
+    "parallel_models",
     "rank",
     "reduced",
     "sum_over_ranks",
@@ -34,6 +40,26 @@ def mean_over_ranks(loss: float | Tensor | None, device: torch.device) -> float 
     total = torch.as_tensor(loss, dtype=torch.float32, device=device).detach().to(device, copy=True)
     dist.all_reduce(total)
     return total / dist.get_world_size()
+
+
+def parallel_models(params: Container[Tensor]) -> "list[ref[nn.Module]]":
+    """Return the ``DistributedDataParallel`` that have some of these parameters; nothing else leads to them."""
+    kind = nn.parallel.DistributedDataParallel
+    models = [x for x in gc.get_objects() if kind in type(x).__mro__]
+    return [ref(model) for model in models if any(p in params for p in model.parameters())]
+
+
+def check_not_joining(models: "Sequence[ref[nn.Module]]") -> None:
+    """Refuse a step in ``model.join()``: a process without batches would not answer its collectives.
+
+    Raises:
+        RuntimeError: A model is inside of that.
+    """
+    if any(model is not None and is_joining(model) for model in (own() for own in models)):
+        raise RuntimeError(
+            "processes must have equal numbers of batches, got a step in model.join(), where one that has no "
+            "more would end the run: leave join() out, and write DistributedSampler(data, drop_last=True)"
+        )
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:

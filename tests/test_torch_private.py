@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.optim.optimizer as torch_optimizer
 from torch import nn
+from torch.distributed.algorithms.join import Joinable
 from torch.nn.modules import module as torch_module
 
 ROOT = Path(__file__).parents[1]
@@ -15,6 +16,10 @@ FILE = "fixedpoint_kernels/_torch_private.py"
 MODULE = nn.Conv2d(1, 1, 1)
 AN_OBJECT = torch.empty(0)
 SGD = torch.optim.SGD(MODULE.parameters())
+ABSTRACT = dict.fromkeys(Joinable.__abstractmethods__)
+JOINABLE = type(
+    "Own", (Joinable,), {**ABSTRACT, "__init__": lambda self: Joinable.__init__(self)}
+)()
 OWNERS = [  # who must have which private names
     (
         torch,
@@ -40,6 +45,7 @@ OWNERS = [  # who must have which private names
     (MODULE, "_call_impl _compiled_call_impl _reversed_padding_repeated_twice"),
     (torch, "_dynamo"),
     (torch.compile(MODULE), "_orig_mod"),
+    (JOINABLE, "_join_config"),
     (SGD, "_optimizer_step_pre_hooks _optimizer_step_post_hooks"),
     (torch.utils.checkpoint, "_recomputation_hook"),
     (torch_optimizer, "_global_optimizer_pre_hooks _global_optimizer_post_hooks"),

@@ -17,9 +17,9 @@ sys.path.insert(0, str(SCRIPT.parent))
 import ddp  # noqa: E402  pyright: ignore[reportMissingImports]  it is a script
 
 
-def run(world, folder):
+def run(world, folder, script=SCRIPT):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(world), str(SCRIPT), str(folder)]
+    command += ["--nproc-per-node", str(world), str(script), str(folder)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -62,3 +62,10 @@ def test_without_other_processes_the_loss_stays():
     assert mean_over_ranks(loss, torch.device("cpu")) is loss
     assert mean_over_ranks(None, torch.device("cpu")) is None
     assert rank() == 0
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_a_step_in_join_is_refused_before_any_process_waits(tmp_path):
+    run(2, tmp_path, SCRIPT.with_name("join.py"))
+    for rank_ in range(2):
+        assert "got a step in model.join()" in (tmp_path / f"{rank_}.txt").read_text()
