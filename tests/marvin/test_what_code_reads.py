@@ -457,7 +457,12 @@ class Keeping(nn.Module):
 @pytest.mark.parametrize("is_own", [True, False])
 def test_code_that_keeps_values_is_not_traced(is_own):
     model, _ = make(model=Keeping(is_own))
+    before = [*model.kept] if is_own else []
+    assert len(before) == 2 * is_own
     assert ("changes attributes" if is_own else "keeps values elsewhere") in trace(model)
+    if is_own:
+        assert all(map(operator.is_, model.kept, before))
+        assert len(model.kept) == 2
     x, _ = batch(0)
     y = model(x)
     same(model.b((model.kept if is_own else KEPT)[-1]), y)
