@@ -143,7 +143,7 @@ def _short(op: Operation, name: str, codes: Tensor) -> tuple[Tensor, FixedPoint 
     fmt = getattr(op, f"{name}_fmt", None)
     if fmt is None:
         low, high = (int(codes.min()), int(codes.max())) if codes.numel() else (0, 0)
-        fmt = FixedPoint(max(2, high.bit_length() + 1, (~low).bit_length() + 1), 0)
+        fmt = FixedPoint(max(2, high.bit_length() + 1, (~min(low, 0)).bit_length() + 1), 0)
     return codes, fmt
 
 

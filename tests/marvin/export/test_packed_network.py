@@ -18,7 +18,7 @@ from torch import nn
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat
 from marvin.export import ExportError, describe, integer, packed, round_sums
-from marvin.export.graph import nodes, transformers
+from marvin.export.graph import functions, nodes, transformers
 from marvin.export.graph.nodes import Weighted
 from marvin.export.targets import packed_network, safetensors
 
@@ -389,3 +389,10 @@ def test_no_hostile_network_raises_anything_else(digits, ranged):
             if loaded is not None and x.shape[1:] == loaded.input.shape:
                 integer.run(loaded, x[:1])
         assert read < 50
+
+
+def test_a_table_of_the_largest_code_alone_is_stored():
+    """That of an unsigned format of 31 bits takes 32 with a sign."""
+    fmt = FixedPoint(31, 29, signed=False)
+    table = functions.Table("t", ("x",), torch.tensor([fmt.max_code]), 0, 0, fmt, "Tanh")
+    assert packed_network._short(table, "codes", table.codes)[1] == FixedPoint(32, 0)
