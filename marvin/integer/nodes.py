@@ -244,17 +244,19 @@ def _of_module(own: nn.Module) -> Pooled | None:
 
 def _every(index: object) -> Pooled | None:
     """Return what takes every so manieth row and column, ``x[:, :, ::2, ::2]``: windows of one place."""
-    parts: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
+    parts: tuple[object, ...] = index if isinstance(index, tuple) else (index,)
     if (left := 4 - len(parts) + parts.count(...)) >= 0 and parts.count(...) == 1:
         i = parts.index(...)
         parts = *parts[:i], *[slice(None)] * left, *parts[i + 1 :]
-    if len(parts) != 4 or not all(isinstance(own, slice) for own in parts):
+    slices = [own for own in parts if isinstance(own, slice)]
+    if not len(slices) == len(parts) == 4:
         return None
-    begin, end, steps = zip(*((own.start, own.stop, own.step or 1) for own in parts), strict=True)
-    is_whole = set(begin) <= {None, 0} and set(end) == {None}
-    if not is_whole or steps[:2] != (1, 1) or not all(isinstance(n, int) for n in steps[2:]):
+    is_whole = all(own.start in (None, 0) and own.stop is None for own in slices)
+    samples, channels, down, across = (own.step or 1 for own in slices)
+    if not is_whole or (samples, channels) != (1, 1):
         return None
-    return Pooled(INPUT, (1, 1), Window((steps[2], steps[3])))
+    steps = isinstance(down, int) and isinstance(across, int)
+    return Pooled(INPUT, (1, 1), Window((down, across))) if steps else None
 
 
 def _of_all(is_flat: bool = False) -> Pooled:
@@ -284,15 +286,14 @@ def zeros_around(node: fx.Node) -> tuple[int, int] | None:
     """Return how many channels of zeros a node puts before and behind those of an image, if that is what it does."""
     if node.target is not F.pad or len(node.all_input_nodes) != 1:
         return None
-    names = "input", "pad", "mode", "value"
-    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
-    sides = given.get("pad")
+    given = dict(zip(("input", "pad", "mode", "value"), node.args, strict=False)) | node.kwargs
     if given.get("mode") != "constant" or given.get("value") not in (None, 0):
         return None
-    if not isinstance(sides, tuple | list) or len(sides) != 6 or any(sides[:4]):
+    sides = given.get("pad")
+    numbers = [n for n in sides if isinstance(n, int)] if isinstance(sides, tuple | list) else []
+    if len(numbers) != 6 or any(numbers[:4]) or min(numbers) < 0:
         return None
-    before, behind = sides[4:]
-    return (before, behind) if min(before, behind) >= 0 else None
+    return numbers[4], numbers[5]
 
 
 def repetition(node: fx.Node, module: nn.Module) -> tuple[int, int] | None:

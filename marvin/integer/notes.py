@@ -9,7 +9,6 @@ from functools import partial
 from logging import Logger
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -125,7 +124,7 @@ class _Notes:
         found = {**dict(_in_slots(value)), **getattr(value, "__dict__", {})}
         return _Object(value), self._of_pairs(found, depth)
 
-    def _of_pairs(self, table: Mapping[Any, object], depth: int) -> list[tuple[object, object]]:
+    def _of_pairs(self, table: Mapping[object, object], depth: int) -> list[tuple[object, object]]:
         items = table.items()  # most are plain: a call for each takes as long as all of the rest
         return [(key, own if type(own) in _PLAIN else self.of(own, depth)) for key, own in items]
 

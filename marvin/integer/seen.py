@@ -78,8 +78,8 @@ class Seen:
             for own, n in others
             if type(own[n]) not in PLAIN and not isinstance(own[n], OtherForward)
         ]
-        self._values = [own[n] for own, n in self._others]
-        self._noted = {id(own): (own, noted(own)) for own in self._values}  # many share one
+        self._held = [own[n] for own, n in self._others]
+        self._noted = {id(own): (own, noted(own)) for own in self._held}  # many share one
         names = {str(node.target) for node in traced.graph.nodes if node.op == "get_attr"}
         owners = [(name.rpartition(".")[0], name.rpartition(".")[2]) for name in sorted(names)]
         tables = [(table_of(module.get_submodule(own), name), name) for own, name in owners]
@@ -101,7 +101,7 @@ class Seen:
         for get, own in self._unread:
             get(own)  # else it was deleted, and one of another name may be there
         held = [own[n] for own, n in self._others]
-        if not all(map(is_, held, self._values)):
+        if not all(map(is_, held, self._held)):
             return False
         if any(noted(own) != before for own, before in self._noted.values()):
             return False
