@@ -2234,18 +2234,18 @@ def test_an_upsampling_that_changes_is_seen():
 def test_chains_keep_what_batch_norm_alone_is():
     model, _ = make(model=before_convolutions())
     (chain,) = trace(model).chains
-    assert [own.norm for own in chain.layers if not own.name] == ["0", "2", "4.bn1", "5.bn1", "6"]
+    assert [own.norm for own in chain.layers if not own.name] == ["2", "4.bn1", "5.bn1", "6"]
     runs = model.forward._modes[True].ready({"x": batch(0)[0]})
     (run,) = (own for own in runs.chains if hasattr(own, "chain"))
-    assert run._segment.layers[0] == Norm(INPUT, 3, 1e-5)
-    model[0].eps = 0.5
+    assert run._segment.layers[1] == Norm(0, 16, 1e-5)
+    model[2].eps = 0.5
     x, _ = batch(0)
     y = model(x)
     torch.testing.assert_close(y, unfused(model)(x), rtol=0.05, atol=0.05)
     (run,) = (
         own for own in model.forward._modes[True].ready({"x": x}).chains if hasattr(own, "chain")
     )
-    assert run._segment.layers[0] == Norm(INPUT, 3, 0.5)
+    assert run._segment.layers[1] == Norm(0, 16, 0.5)
 
 
 def _strided(weight):
