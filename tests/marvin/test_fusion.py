@@ -1397,10 +1397,10 @@ class WithNormAct(nn.Module):
         self.each = nn.Conv2d(8, 8, 3, groups=8, bias=False)
         self.norm2 = NormAct(8, nn.SiLU(), **more)
         self.last = nn.Conv2d(8, 4, 1, bias=False)
-        self.bare = NormAct(3, nn.Identity(), **more)
+        self.first, self.bare = nn.Conv2d(3, 3, 1), NormAct(3, nn.Identity(), **more)
 
     def forward(self, x):
-        x = self.norm2(self.each(self.norm1(self.conv(self.bare(x)))))
+        x = self.norm2(self.each(self.norm1(self.conv(self.bare(self.first(x))))))
         return self.last(x).mean((2, 3))
 
 
@@ -1423,7 +1423,7 @@ def test_norms_with_activations_of_their_own_are_part_of_chains():
     assert is_fused(model)
     assert not is_fused(twin)
     (chain,) = trace(model).chains
-    assert [layer.norm for layer in chain.layers] == ["bare", "norm1", "norm2", None]
+    assert [layer.norm for layer in chain.layers] == [None, "bare", "norm1", "norm2", None]
     for name, found in statistics_of(model).items():
         wanted = dict(twin.named_buffers())[name]
         torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
