@@ -69,7 +69,7 @@ class _Notes:
 
     def of(self, value: object, depth: int) -> object:
         """Return what is noted of a value, which may be looked into so deep."""
-        if type(value) in PLAIN:
+        if type(value) in _PLAIN:
             return value
         if isinstance(value, _CONSTANT):
             return type(value), value

@@ -1879,17 +1879,22 @@ class Second(nn.Module):
         return self.b(torch.relu(self.norm(self.a(x)))).mean((2, 3)) + first.mean()
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_a_chain_takes_float32_alone_wherever_its_input_comes_from(training):
-    first, x = torch.ones(8, 1, 2, 2), batch(0)[0]
-    model, _ = make(model=Second(), steps=0)
+def stepped(model, steps, *args):
+    """Return a converted model after steps on the same arguments."""
+    model, _ = make(model=model, steps=0)
     optimizer = marvin.Quantized(torch.optim.SGD(model.parameters()), marvin.StaticPolicy(8, 8))
     marvin.quantize_activations(model, optimizer)
     convert(model)
-    for _ in range(2):
-        model(first, x).sum().backward()
+    for _ in range(steps):
+        model(*args).sum().backward()
         optimizer.step(loss=1.0)
-    model.train(training)
+    return model
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_chain_takes_float32_alone_wherever_its_input_comes_from(training):
+    first, x = torch.ones(8, 1, 2, 2), batch(0)[0]
+    model = stepped(Second(), 2, first, x).train(training)
     twin = unfused(model)
     with torch.set_grad_enabled(training):
         assert model(first, x).dtype is torch.float32
@@ -1903,14 +1908,8 @@ def test_a_chain_takes_float32_alone_wherever_its_input_comes_from(training):
 @pytest.mark.parametrize("training", [True, False])
 def test_a_chain_may_get_no_image_within_a_model(training):
     first, x = torch.ones(8, 1, 2, 2), batch(0)[0]
-    model, _ = make(model=Second(), steps=0)
-    optimizer = marvin.Quantized(torch.optim.SGD(model.parameters()), marvin.StaticPolicy(8, 8))
-    marvin.quantize_activations(model, optimizer)
-    convert(model)
     kept = torch.ones(8, dtype=torch.bool)
-    model(first, x, kept).sum().backward()
-    optimizer.step(loss=1.0)
-    model.train(training)
+    model = stepped(Second(), 1, first, x, kept).train(training)
     with torch.set_grad_enabled(training):
         assert model(first, x, kept).shape == (8, 4)
         assert model(first, x, ~kept).shape == (0, 4)
