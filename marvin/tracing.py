@@ -112,9 +112,9 @@ class Reads:
 
     def may_have(self, own: nn.Module, name: str) -> bool:
         """Say whether code may have read an attribute; that of classes that look for attributes in ways of their own may."""
-        looks = next(vars(c) for c in type(own).__mro__ if "__getattribute__" in vars(c))
-        is_plain = looks["__getattribute__"] is object.__getattribute__
-        return not is_plain or not self._found.isdisjoint({(id(own), name), (id(own), _ALL)})
+        others = set(type(own).__mro__) - {nn.Module, object}  # a module's, while another thread traces
+        looks_itself = any("__getattribute__" in vars(c) for c in others)
+        return looks_itself or not self._found.isdisjoint({(id(own), name), (id(own), _ALL)})
 
 
 _ALL = ""

@@ -73,3 +73,17 @@ def test_two_threads_trace_one_after_the_other():
     thread.join()
     assert apart == [True]
     assert nn.Module.__call__ is call
+
+
+def test_what_one_trace_read_can_be_asked_while_another_runs():
+    tracer, layer = Tracer(), nn.Linear(4, 4)
+    tracer.trace(nn.Sequential(layer))
+    asked = []
+
+    def ask():
+        asked.extend(tracer.reads.may_have(layer, name) for name in ("training", "out_features"))
+
+    alone = [tracer.reads.may_have(layer, name) for name in ("training", "out_features")]
+    Tracer().trace(Waiting(ask))
+    assert asked == alone
+    assert False in alone
