@@ -17,7 +17,7 @@ from torch import Tensor
 
 from marvin.export.deployed import Deployed, Options
 from marvin.export.execute import integer
-from marvin.export.report import Trained, layer_rows, proof_lines, table, weight_line
+from marvin.export.report import Trained, layer_rows, proof_lines, size_line, table
 from marvin.export.targets.hls4ml import Hardware
 from marvin.export.targets.write import TARGETS, Order, Written
 from marvin.files import new_folder
@@ -68,7 +68,7 @@ def export(given: argparse.Namespace, trained: Trained, deployed: Deployed, fold
         f"{trained.path}: {trained.title}; formats of activations: {origin}",
         *trained.notes,
         table(rows),
-        weight_line(deployed),
+        size_line(deployed),
         *proof_lines(trained, deployed, rows, reference),
     ]
     _say(*lines)

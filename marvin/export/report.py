@@ -15,7 +15,7 @@ from marvin.export.graph.transformers import Norm, Softmax
 from marvin.export.passes.round_sums import sum_formats
 from marvin.export.targets.packed import Size, sizes
 
-__all__ = ["Trained", "first_head", "layer_rows", "proof_lines", "table", "weight_line"]
+__all__ = ["Trained", "first_head", "layer_rows", "proof_lines", "size_line", "table"]
 
 _TOGETHER = 256  # samples that are computed at one time
 _SHOWN = "conv", "linear", "affine", "averagepool", "norm", "softmax", "matmul"
@@ -96,11 +96,11 @@ def table(rows: Sequence[dict[str, object]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def weight_line(deployed: Deployed) -> str:
-    """Return the bytes of all weights, packed and in floats."""
+def size_line(deployed: Deployed) -> str:
+    """Return the bytes of all parameters and buffers, packed and in floats."""
     rows = sizes(deployed.packed())
     ours, floats = sum(r.packed_bytes for r in rows), sum(r.float_bytes for r in rows)
-    return f"weights {ours:,} bytes, in floats {floats:,}: {ours / floats:.1%}"
+    return f"parameters and buffers {ours:,} bytes, in floats {floats:,}: {ours / floats:.1%}"
 
 
 @torch.no_grad()
