@@ -480,15 +480,16 @@ def left_uncompiled(function: _Run) -> _Run:
 
     As ``torch.compiler.disable``, without loading Dynamo and Triton before something else does.
     """
-    apart: list[Callable[..., object]] = []
+    apart: Callable[..., object] | None = None
 
     @wraps(function)
     def run(*args: object, **kwargs: object) -> object:
+        nonlocal apart
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
-        if not apart:
-            apart.append(torch.compiler.disable(function))
-        return apart[0](*args, **kwargs)
+        if apart is None:
+            apart = torch.compiler.disable(function)
+        return apart(*args, **kwargs)
 
     return cast("_Run", run)
 

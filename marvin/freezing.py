@@ -211,8 +211,8 @@ def _round(x: Tensor, fmt: Format | None, *, per_sample: bool = False) -> Tensor
     assert isinstance(fmt, BlockFloat)
     fl = block_fl(x, fmt, per_sample=per_sample)
     powers, place = _POWERS.to(x.device), fl.long() + _MOST
-    codes = torch.round(x.float() * powers[place]) + 0.0
-    return (codes.clamp(fmt.min_code, fmt.max_code) * powers[2 * _MOST - place]).to(x.dtype)
+    codes = torch.round(x.float() * powers.take(place)) + 0.0
+    return (codes.clamp(fmt.min_code, fmt.max_code) * powers.take(2 * _MOST - place)).to(x.dtype)
 
 
 def _is_seen_by_nobody(x: Tensor) -> bool:

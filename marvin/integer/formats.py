@@ -159,7 +159,7 @@ def choose(module: nn.Module, formats: ModuleFormats) -> Product | str:
             return f"its {what} are float32"
         if fmt.wl > BITS:
             return f"its {what} have {fmt.wl} bits, more than {BITS}"
-    if not isinstance(inputs, FixedPoint) or not isinstance(weight, FixedPoint | ChannelFormat):
+    if not isinstance(inputs, FixedPoint) or not isinstance(weight, (FixedPoint, ChannelFormat)):
         return "its inputs or weights are in block floating point"
     turned = is_transposed(module)
     product = Product(inputs, weight, window, getattr(module, "groups", 1), turned)
@@ -175,7 +175,7 @@ def is_prepacked(*modules: nn.Module) -> bool:
 
 def is_transposed(module: nn.Module) -> bool:
     """Say whether a linear layer's weight is (features, outputs), as transformers' ``Conv1D`` has it."""
-    return not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d)
+    return not isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d))
 
 
 def weight_of(module: nn.Module) -> torch.Tensor:
@@ -220,7 +220,7 @@ def why_no_kernel(device: torch.device, groups: int = 1) -> str:
 
 def window_of(module: nn.Module) -> tuple[_Numbers, _Numbers, _Numbers] | str | None:
     """Return how a convolution moves, None for a linear layer, or why there is no such product."""
-    if not isinstance(module, nn.Conv1d | nn.Conv2d):
+    if not isinstance(module, (nn.Conv1d, nn.Conv2d)):  # torch 2.9's compiler knows no unions
         return None
     if module.padding_mode != "zeros":
         return f"its border is not 0, but padding_mode={module.padding_mode!r}"
