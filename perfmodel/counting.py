@@ -1,8 +1,8 @@
 """Count the multiply-adds of a model while it runs on the meta device; loads torch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,7 @@ def count(
     dtype = dtype or next((p.dtype for p in copy.parameters()), torch.float32)
     inputs = [torch.empty((1, *shape), dtype=dtype, device="meta") for shape in shapes]
     running = Running(copy)
-    counter = _Counter(running, dict(copy.named_parameters()))
+    counter = _Counter(running, dict(copy.named_parameters()), inputs)
     needed = "run on shapes alone (the meta device)"
     with explain(running, needed), torch.enable_grad(), _InAttention(counter), counter:
         copy(*inputs)
@@ -72,10 +72,26 @@ class _InAttention(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class _Source:
-    """The weight a tensor was made of, and of nothing else."""
+    """The weight that a tensor was made of, beside tensors that do not depend on the input.
 
-    name: str
-    elements: int
+    Args:
+        name: ``""``: of no weight, such as a buffer.
+        elements: Of the weight.
+        is_product: Whether it is only made of what the weight was multiplied with, as its norm is.
+    """
+
+    name: str = ""
+    elements: int = 0
+    is_product: bool = False
+
+
+class _Row(NamedTuple):
+    """What tells one row of the result from others."""
+
+    module: str
+    kind: str
+    weight: str
+    makes_weight: bool  # of one weight and of constants: dropped where it goes into that weight
 
 
 class _Counter(TorchDispatchMode):
@@ -88,20 +104,25 @@ class _Counter(TorchDispatchMode):
     Args:
         running: Which module is.
         parameters: The copy's, by name.
+        inputs: Of the model.
     """
 
-    def __init__(self, running: Running, parameters: Mapping[str, Tensor]):
+    def __init__(
+        self, running: Running, parameters: Mapping[str, Tensor], inputs: Iterable[Tensor]
+    ):
         super().__init__()
         self.in_attention = False
         self._running = running
         self._weights = parameters
-        self._rows: dict[tuple[str, str, str], Layer] = {}
+        self._rows: dict[_Row, Layer] = {}
         self._unknown: dict[tuple[str, str], Layer] = {}
         self._used: set[str] = set()
-        self._sources: dict[int, _Source] = {}
+        self._sources: dict[int, _Source | None] = {}  # None: an activation
         self._alive: list[Tensor] = []  # an address is not given twice while its owner lives
         for name, p in parameters.items():
             self._remember(p, _Source(name, p.numel()))
+        for x in inputs:
+            self._remember(x, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -110,19 +131,26 @@ class _Counter(TorchDispatchMode):
         tensors = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         self._used.update(s.name for s in map(self._source, tensors) if s)
         found = product(func, args, output)
+        source = self._made_of(tensors, is_product=found is not None)
         if found:
-            self._add(found, output)
+            self._add(found, output, makes_weight=source is not None and source.name != "")
         elif name_of(func) in EMBEDDINGS:
             self._embedding(args[0], args[1], output)
         elif not is_free(func):
             self._add_unknown(func, tensors, output)
-        self._inherit(tensors, output)
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor):
+                self._remember(tensor, source)
         return output
 
     def found(self) -> list[Layer]:
         """Return what multiplies, then the weights that multiply nothing."""
-        seen = {row.weight for row in self._rows.values()}
-        return [*self._rows.values(), *self._rest(seen)]
+        rows: dict[tuple[str, str, str], Layer] = {}
+        for key, row in self._rows.items():
+            own = key.module, key.kind, key.weight
+            rows[own] = replace(row, madds=row.madds + rows[own].madds) if own in rows else row
+        seen = {row.weight for row in rows.values()}
+        return [*rows.values(), *self._rest(seen)]
 
     def strange(self) -> list[Layer]:
         """Return the operations that are not known; ``weight`` holds their names."""
@@ -135,29 +163,35 @@ class _Counter(TorchDispatchMode):
                 shape = tuple(p.shape)
                 yield self._with_weight(Layer(_module(name), kind, 0, 0, shape, shape), name)
 
-    def _add(self, found: Product, output: object) -> None:
-        left, right = self._source(found.left), self._source(found.right)
+    def _add(self, found: Product, output: object, *, makes_weight: bool) -> None:
+        left, right = self._weight(found.left), self._weight(found.right)
         source = right or left
         kind = found.kind
         if kind == "matmul":
             is_attention = self.in_attention or self._running.kind == "MultiheadAttention"
             kind = "linear" if source else "attention" if is_attention else "matmul"
         activation = found.left if right or not left else found.right
-        self._record(kind, found.madds, activation, output, source)
+        self._record(kind, found.madds, activation, output, source, makes_weight)
 
     def _embedding(self, weight: Tensor, indices: Tensor, output: object) -> None:
-        self._record("embedding", 0, indices, output, self._source(weight))
+        self._record("embedding", 0, indices, output, self._weight(weight))
 
     def _record(
-        self, kind: str, madds: int, x: Tensor, output: object, source: _Source | None
+        self,
+        kind: str,
+        madds: int,
+        x: Tensor,
+        output: object,
+        source: _Source | None,
+        makes_weight: bool = False,
     ) -> None:
         weight = source.name if source else ""
-        key = (self._running.name, kind, weight)
+        key = _Row(self._running.name, kind, weight, makes_weight)
         if key in self._rows:
             row = self._rows[key]
             self._rows[key] = replace(row, madds=row.madds + madds)
             return
-        row = Layer(key[0], kind, madds, 0, _sample(x, kind), _sample(_first(output), kind))
+        row = Layer(key.module, kind, madds, 0, _sample(x, kind), _sample(_first(output), kind))
         self._rows[key] = self._with_weight(row, weight)
 
     def _with_weight(self, row: Layer, weight: str) -> Layer:
@@ -179,21 +213,42 @@ class _Counter(TorchDispatchMode):
         self._unknown.setdefault(key, row)
 
     def _source(self, tensor: Tensor) -> _Source | None:
-        return self._sources.get(storage_key(tensor))
+        """Return what a tensor was made of; None for activations."""
+        return self._sources.get(storage_key(tensor), _Source())
 
-    def _remember(self, tensor: Tensor, source: _Source) -> None:
+    def _weight(self, tensor: Tensor) -> _Source | None:
+        """Return the weight that a tensor was made of; None for activations and constants."""
+        source = self._source(tensor)
+        return source if source and source.name else None
+
+    def _remember(self, tensor: Tensor, source: _Source | None) -> None:
         self._alive.append(tensor)
         self._sources[storage_key(tensor)] = source
 
-    def _inherit(self, tensors: list[Tensor], output: object) -> None:
-        """A tensor made of weights alone (cast, normalised, re-parametrised) counts as weight."""
+    def _made_of(self, tensors: list[Tensor], *, is_product: bool) -> _Source | None:
+        """Return what an operation's output is made of; None where it is an activation.
+
+        A weight that is cast, normalised, masked or re-parametrised is that weight, the largest of
+        several. Products of several weights are activations, such as queries that are learned.
+        """
         sources = [self._source(t) for t in tensors]
-        if not sources or None in sources:
-            return
-        largest = max((s for s in sources if s), key=lambda s: s.elements)
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and self._source(tensor) is None:
-                self._remember(tensor, largest)
+        weights = [s for s in sources if s and s.name]
+        names = {s.name for s in weights}
+        if None in sources or (len(names) > 1 and any(is_product or s.is_product for s in weights)):
+            return None
+        if not weights:
+            return _Source()
+        main = max(weights, key=lambda s: (not s.is_product, s.elements))
+        if is_product:
+            return replace(main, is_product=True)
+        if not main.is_product and any(s.is_product for s in weights):
+            self._drop_products_of(main.name)
+        return main
+
+    def _drop_products_of(self, weight: str) -> None:
+        """Forget products that made a weight of itself, such as its norm for ``W / norm``."""
+        rows = self._rows.items()
+        self._rows = {k: row for k, row in rows if not (k.makes_weight and k.weight == weight)}
 
 
 def _module(parameter: str) -> str:

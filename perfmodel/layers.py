@@ -55,7 +55,11 @@ def layers(
     Returns:
         One record for each module and weight, in the order in which they first ran; a module that
         runs twice counts twice. Weights of two or more dimensions that multiply nothing follow
-        with 0.
+        with 0. What is made of one weight and of tensors that do not depend on the input, such as
+        a masked, scaled or normalised weight, is that weight; products of several weights are
+        activations, as learned queries behind their layer are. Products that do not depend on the
+        input count as all others, but for those that normalise a weight by itself, as spectral
+        normalisation does: they count 0.
 
     Raises:
         UnknownLayerError: An operation is not known, and ``unknown="raise"``.

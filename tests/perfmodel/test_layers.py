@@ -5,14 +5,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
 import marvin
 import perfmodel
 from fixedpoint_kernels import forward_save
 from perfmodel.__main__ import main
+from perfmodel.cost import ebops
 from perfmodel.layers import total_madds
 from perfmodel.memory import saved_bytes
+from perfmodel.trace import Trace
 from perfmodel.zoo import MODELS
 from train.alexnet import alexnet
 from train.resnet20 import resnet20
@@ -170,6 +173,117 @@ def test_weights_that_are_computed_keep_their_name():
     with torch.autocast("cpu", torch.bfloat16):
         (row,) = count(nn.Linear(3, 4), 3)
     assert (row.kind, row.weight) == ("linear", "weight")
+
+
+class Masked(nn.Linear):
+    """A layer whose weight is changed by tensors that do not depend on the input."""
+
+    def __init__(self, change):
+        super().__init__(4, 5)
+        self.register_buffer("mask", torch.ones(5, 4))
+        self.change = change
+
+    def forward(self, x):
+        return F.linear(x, self.change(self.weight, self.mask), self.bias)
+
+
+def pruned():
+    layer = nn.Linear(4, 5)
+    prune.l1_unstructured(layer, "weight", 0.5)
+    return layer
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (pruned, "weight_orig"),
+        (lambda: Masked(lambda weight, mask: weight * mask), "weight"),
+        (lambda: Masked(lambda weight, _: weight * torch.tensor(2.0)), "weight"),
+        (lambda: Masked(lambda weight, mask: weight.data.mul_(mask)), "weight"),
+        (lambda: nn.utils.spectral_norm(nn.Linear(4, 5)), "weight_orig"),
+        (
+            lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 5)),
+            "parametrizations.weight.original",
+        ),
+    ],
+    ids=["prune", "mask", "constant", "in place", "spectral", "parametrized"],
+)
+def test_a_weight_and_constants_are_that_weight(build, name, mode):
+    (row,) = count(getattr(build(), mode)(), 4)
+    assert (row.kind, row.weight, row.madds) == ("linear", name, 20)
+
+
+def test_a_masked_weight_has_the_bits_of_its_format():
+    found = count(Masked(lambda weight, mask: weight * mask), 4)
+    trace = Trace([marvin.Switch(1, "weight", 4, input_wl=6)], 10, 32, searches=False)
+    assert ebops(trace, found) == 20 * 3 * 5
+
+
+def test_what_was_written_into_a_constant_is_an_activation():
+    def gate(x):
+        scale = torch.zeros(4, 4, device=x.device)
+        scale.copy_(x.expand(4, 4))
+        return F.linear(x, scale)
+
+    assert [(row.kind, row.weight) for row in count(Call(gate), 4)] == [("matmul", "")]
+
+
+def test_a_product_of_constants_with_a_weight_counts():
+    class Table(nn.Linear):
+        def forward(self, x):
+            return x + super().forward(torch.ones(1, 4, device=x.device)).sum()
+
+    (row,) = count(Table(4, 5), 4)
+    assert (row.kind, row.weight, row.madds) == ("linear", "weight", 20)
+
+
+class Queries(nn.Module):
+    """Attention with learned queries."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(1, 3, 8))
+        self.wq, self.wk, self.wv = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(self.wq(self.queries), self.wk(x), self.wv(x))
+
+
+def test_learned_queries_behind_a_layer_are_activations():
+    assert [(r.kind, r.weight, r.madds) for r in count(Queries(), 7, 8)] == [
+        ("linear", "wq.weight", 3 * 64),
+        ("linear", "wk.weight", 7 * 64),
+        ("linear", "wv.weight", 7 * 64),
+        ("attention", "", 2 * 3 * 7 * 8),
+        ("elementwise", "queries", 0),
+    ]
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_a_decoder_of_learned_queries(need_weights):
+    class Pool(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.queries = nn.Embedding(3, 8)
+            self.norm = nn.LayerNorm(8)
+            self.own, self.cross = (nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+
+        def forward(self, x):
+            q = self.queries.weight[None]
+            q = self.norm(q + self.own(q, q, q, need_weights=need_weights)[0])
+            return self.cross(q, x, x, need_weights=need_weights)[0]
+
+    found = count(Pool(), 7, 8)
+    assert {(r.name, r.weight): r.madds for r in found if r.madds} == {
+        ("own", "own.in_proj_weight"): 3 * 3 * 64,
+        ("own", ""): 2 * 3 * 3 * 8,
+        ("own", "own.out_proj.weight"): 3 * 64,
+        ("cross", "cross.in_proj_weight"): (3 + 2 * 7) * 64,
+        ("cross", ""): 2 * 3 * 7 * 8,
+        ("cross", "cross.out_proj.weight"): 3 * 64,
+    }
+    assert {r.kind for r in found if not r.weight} == {"attention"}
 
 
 def test_weights_that_multiply_nothing_are_listed():
