@@ -59,8 +59,8 @@ class MSGD(Quantized):
         strategy: ``"adaptive"``, or ``"min"``, ``"mean"`` or ``"max"`` throughout.
         strategy_loss: The adaptive strategy compares the ``"last"`` loss, or the mean of a
             ``"short"`` window (the lookback's lower bound).
-        strategy_margin: The strategy goes up only if the loss is above ``1 + strategy_margin``
-            times the average before.
+        strategy_margin: The strategy goes up only if the loss is above the average before by this
+            share of its size.
         kl_eps: PushDown's tolerance in nats, or ``"noise"``: ``(resolution - 1) / (2 n)``.
         kl_smoothing: Added to each count of a histogram.
         kl_direction: ``"pq"``: KL(quantised, float); ``"qp"``: the reverse.

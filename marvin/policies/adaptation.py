@@ -122,16 +122,17 @@ def adapt_strategy(
         losses: Losses of the steps before, oldest first.
         loss: Of this step.
         lookback: How many of ``losses`` to average; with fewer, the strategy stays.
-        margin: Go up only from ``(1 + margin)`` times the average on.
+        margin: Go up only from ``margin`` times the average's size above it on.
 
     Source:
-        MARViN, section 3.3. Differs: both branches compare the current loss; ``"max"`` stays.
+        MARViN, section 3.3. Differs: both branches compare the current loss; losses keep their
+        signs; ``"max"`` stays.
     """
     if len(losses) < lookback:
         return strategy
-    average = abs(math.fsum(losses[-lookback:]) / lookback)
-    if average > abs(loss):
+    average = math.fsum(losses[-lookback:]) / lookback
+    if average > loss:
         return "min"
-    if abs(loss) < (1 + margin) * average:
+    if loss < (1 + math.copysign(margin, average)) * average:
         return strategy
     return "max" if strategy in ("mean", "max") else "mean"

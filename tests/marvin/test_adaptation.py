@@ -61,11 +61,25 @@ def test_resolution(lookback, start, expected):
         ("min", 1.0, "mean"),
         ("mean", 1.1, "max"),
         ("max", 1.1, "max"),
-        ("mean", -1.1, "max"),
+        ("max", -1.1, "min"),
     ],
 )
 def test_strategy(level, loss, expected):
     assert adapt_strategy(level, [9.0, 1.0, 1.0], loss, 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("loss", "margin", "expected"),
+    [
+        (-1.1, 0.0, "min"),
+        (-0.9, 0.0, "max"),
+        (0.5, 0.0, "max"),
+        (-0.95, 0.1, "mean"),
+        (-0.85, 0.1, "max"),
+    ],
+)
+def test_strategy_of_losses_below_0(loss, margin, expected):
+    assert adapt_strategy("mean", [-1.0, -1.0], loss, 2, margin=margin) == expected
 
 
 def test_strategy_waits_for_enough_losses():
