@@ -252,7 +252,9 @@ class LossBudgetPolicy(RangePolicy):
             shared = _with_warning(shared, self.share(shared, 1, step.settings))
         if any(layer.inputs for layer in layers) and not shared.was_scaled:
             shared = _with_scaler(shared)
-        update = super().update(shared, [_with_gradient(layer, step) for layer in layers], step)
+        update = super().update(
+            shared, [_with_gradient(layer, shared, step) for layer in layers], step
+        )
         if self.observes(step.number, step.settings) and step.number >= step.settings["window"]:
             return replace(update, shared=self._with_target(update, step))
         return update
@@ -356,15 +358,14 @@ def _with_scaler(shared: Window) -> Window:
     return replace(shared, was_scaled=True)
 
 
-def _with_gradient(layer: Layer, step: Step) -> Layer:
+def _with_gradient(layer: Layer, shared: Window, step: Step) -> Layer:
     """Add this step's gradient to the window's, if there is one."""
-    if layer.norm is None:
-        return layer
-    old: LayerBudget = layer.record
-    total = old.weight_sum + step.samples * layer.norm**2
-    return layer.but(
-        record=LayerBudget(old.fmt, old.inputs, total, old.count + 1, old.input_gradient)
-    )
+    record: LayerBudget = layer.record
+    old = record.within(shared.begun)
+    if layer.norm is not None:
+        total = old.weight_sum + step.samples * layer.norm**2
+        old = replace(old, weight_sum=total, count=old.count + 1)
+    return layer if old is record else layer.but(record=old)
 
 
 def _lengths_of(layers: Sequence[Layer]) -> list[_Lengths]:

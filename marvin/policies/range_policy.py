@@ -32,6 +32,7 @@ class LayerBudget(PlainRecord):
         inputs: Format of the layer's inputs; None before the first step.
         weight_sum: Sum over the window of samples times squared norm of the weight's gradient.
         count: Gradients in the window.
+        window: Which one: step at whose end it began. A layer that is frozen at a switch stays behind.
         input_gradient: Running mean of the squared norm of a sample's gradient to the inputs.
     """
 
@@ -40,6 +41,13 @@ class LayerBudget(PlainRecord):
     weight_sum: float = 0.0
     count: int = 0
     input_gradient: float | None = None
+    window: int = 0
+
+    def within(self, window: int) -> "LayerBudget":
+        """Return it without gradients of windows before ``window``."""
+        if self.window == window:
+            return self
+        return replace(self, weight_sum=0.0, count=0, window=window)
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,7 @@ class Window(PlainRecord):
         was_negative: Whether the mean loss of a window was below 0; a warning has said so.
         was_missed: Whether formats did not meet a target; a warning has said so.
         was_scaled: Whether a gradient scaler did a step; a warning has said so.
+        begun: Step at whose end the window began.
     """
 
     loss_sum: float = 0.0
@@ -65,6 +74,7 @@ class Window(PlainRecord):
     was_negative: bool = False
     was_missed: bool = False
     was_scaled: bool = False
+    begun: int = 0
 
     @property
     def mean_loss(self) -> float:
@@ -77,10 +87,10 @@ class Window(PlainRecord):
         has_begun = self.highest_lr > 0  # a warm-up may begin at 0
         return not (has_begun and self.lr <= self.highest_lr / 2)
 
-    def emptied(self) -> "Window":
-        """Return the next window."""
+    def emptied(self, step: int) -> "Window":
+        """Return the next window, which begins at the end of ``step``."""
         first = self.first_loss or (self.mean_loss if self.losses > 1 else 0.0)
-        return replace(self, loss_sum=0.0, losses=0, first_loss=first)
+        return replace(self, loss_sum=0.0, losses=0, first_loss=first, begun=step)
 
 
 @dataclass(frozen=True)
@@ -212,7 +222,7 @@ class RangePolicy(Policy):
             record, row = self._switched(layer, own, share * factor, step.number)
             after.append(layer.but(record=record))
             rows.append(row)
-        return Update(shared.emptied(), after, rows)
+        return Update(shared.emptied(step.number), after, rows)
 
     def _switched(
         self,
@@ -249,7 +259,7 @@ class RangePolicy(Policy):
             input_gradient=math.nan if mean is None else mean,
             note="; ".join(notes),
         )
-        return LayerBudget(fmt, inputs, input_gradient=mean), row
+        return LayerBudget(fmt, inputs, input_gradient=mean, window=step), row
 
     def next_format(
         self, settings: Settings, observation: Observation, share: float, *, follows: bool

@@ -177,7 +177,7 @@ def test_the_budget_has_a_floor():
     train(model, optimizer, 9)
     losses = optimizer.shared.first_loss
     assert 0.5 < losses < 3
-    assert optimizer.shared.emptied().first_loss == losses
+    assert optimizer.shared.emptied(9).first_loss == losses
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,23 @@ def test_the_first_step_is_float_and_then_all_is_rounded(policy):
     assert seen["3"][0] is seen["2"][1]  # pooling is left alone
 
 
+@pytest.mark.parametrize("frozen", [range(3, 6), range(3, 9)], ids=["once", "twice"])
+def test_a_window_has_the_gradients_of_its_own_steps_alone(frozen):
+    """Layer 5 is frozen in mid-window, and thawed in a later one."""
+    model, optimizer, _ = make(LossBudgetPolicy(window=4))
+    for step in range(13):
+        model[5].requires_grad_(step not in frozen)
+        train(model, optimizer, 1, start=step)
+        counts = {
+            name: optimizer.state[model[int(name)].weight]["layer"].count for name in ("0", "5")
+        }
+        begun = max(n for n in (0, 1, 2, 4, 5, 8, 12) if n <= step + 1)
+        own = range(begun, step + 1)  # steps of this window, from 0
+        assert counts["0"] == len(own)
+        if step not in frozen:
+            assert counts["5"] == len(set(own) - set(frozen)), step
+
+
 def test_the_rule_by_hand():
     model, optimizer, _ = make(
         LossBudgetPolicy(kappa=1e-4, max_noise=(0.01, 0.02), window=4, min_wl=2, max_wl=16)
