@@ -44,10 +44,12 @@ class Carriers:
         observers: Of the layers whose inputs the next step wants to know, by position.
         gone: Parameters that left their models.
         before: Handles of optimizers that had the same parameters, until the first step.
+        uncalled: Names of modules whose weights a model uses without calling them.
     """
 
     before: tuple[QuantizedActivations, ...] = ()
     gone: frozenset[Tensor] = frozenset()
+    uncalled: frozenset[str] = frozenset()
     named: frozenset[str] = frozenset()  # what ``_name_changes`` has warned of
     clamped: frozenset[str] = frozenset()  # what ``name_clamped`` has warned of
     unseen: frozenset[str] = frozenset()  # what ``name_unseen`` has warned of
@@ -128,6 +130,20 @@ class Carriers:
             )
         self.named |= {*gone, *came}
 
+    def rounded(self) -> set[Tensor]:
+        """Return the parameters of modules that round their inputs and were called."""
+        return {
+            p
+            for handle in self.handles
+            for entry in handle.entries
+            if entry.parameters
+            and entry.is_live
+            and entry.rounder.name not in self.uncalled | handle.state.waiting
+            for name, p in entry.module.named_parameters(recurse=False)
+            # others of a recurrent layer multiply its state
+            if not isinstance(entry.module, nn.RNNBase) or "_ih_l0" in name
+        }
+
     def observe(self, layers: Sequence[tuple[int, Tensor]]) -> None:
         """Let modules show what comes into these layers, and no others; forget what they saw."""
         if not layers and not self.observers:
@@ -158,6 +174,7 @@ class Carriers:
         }
         waiting -= names
         if names:
+            self.uncalled |= names
             warn_user(
                 "activations are not rounded where a model uses a weight without calling its "
                 f"module: {', '.join(sorted(names))}"

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Literal
 from weakref import ref
 
@@ -309,7 +309,7 @@ class Quantized(WithMasters):
         number = self._counts.step + 1
         now = Step(number, self._seed, self.param_groups[0], total, samples, others)
         update = self.policy.update(self.shared, layers, now)
-        update = completed(self.policy, update, layers, number)
+        update = self._with_float_inputs(completed(self.policy, update, layers, number))
 
         # masters move, weights follow; nothing is refused any more
         self._counts.step = number
@@ -349,7 +349,7 @@ class Quantized(WithMasters):
             self._adopt_changed()
             layers, _ = self._layers({}, {})
             update = self.policy.end_epoch(self.shared, layers, now)
-            update = completed(self.policy, update, layers, now.number)
+            update = self._with_float_inputs(completed(self.policy, update, layers, now.number))
             self._write(self._keep(update, []), Purpose.INITIAL)
         if update.switches:
             self._carriers.publish(self)
@@ -691,6 +691,17 @@ class Quantized(WithMasters):
                 )
             )
         return trained, frozen
+
+    def _with_float_inputs(self, update: Update) -> Update:
+        """Let switches say that a layer whose inputs follow its weight does not round them."""
+        if all(row.input_wl for row in update.switches):
+            return update
+        rounded = {self._layout.names.get(p) for p in self._carriers.rounded()}
+        rows = [
+            row if row.input_wl or row.layer in rounded else replace(row, has_float_inputs=True)
+            for row in update.switches
+        ]
+        return replace(update, switches=rows)
 
     def _move(self, batches: Sequence[Gradients], update: Update) -> None:
         """Move the masters, keep what the policy made of the step, and write the weights."""

@@ -48,6 +48,7 @@ class Switch:
     lookback: int
     input_wl: int
     input_signed: bool = True
+    has_float_inputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,15 +120,13 @@ def start_of(config: Mapping[str, Any]) -> Trace:
         config: Of the run: ``optimizer``, ``policy`` (without one: MARViN's) and its settings.
     """
     name, _, arguments = _method(config).partition(":")
+    start = Trace((), 0, rounds_inputs=config.get("quantize_activations", True))
     if name == "msgd":
-        bounds = tuple(config["lookback"]), tuple(config["resolution"])
-        return Trace((), 0, config["init_wl"], *bounds)
-    if name == "fixed":
-        return Trace((), 0, int(arguments.partition(",")[0]), searches=False)
-    if name == "muppet":
-        return Trace((), 0, 8, searches=False)
-    rounds_inputs = config.get("quantize_activations", True)
-    return Trace((), 0, 32, searches=False, rounds_inputs=rounds_inputs)  # a step in float32
+        bounds = {name: tuple(config[name]) for name in ("lookback", "resolution")}
+        return replace(start, init_wl=config["init_wl"], **bounds)
+    lengths = {"fixed": arguments.partition(",")[0], "muppet": 8}
+    # others begin with a step in float32
+    return replace(start, init_wl=int(lengths.get(name, 32)), searches=False)
 
 
 def _method(config: Mapping[str, Any]) -> str:
@@ -228,10 +227,13 @@ def _switch(path: Path, row: Mapping[str, str], searches: bool) -> Switch:
     step, wl = whole(path, row, "step", 0, MOST), whole(path, row, "wl", 2, 32)
     lookback = whole(path, row, "lookback", int(searches), MOST)
     input_wl = whole(path, row, "input_wl", 0, 32) if "input_wl" in row else 0
-    signed = row.get("input_signed", "True")
-    if signed not in ("True", "False"):
-        raise RunError(f"{path}: input_signed must be True or False, got {shown(signed)}")
-    return Switch(step, row["layer"], wl, lookback, input_wl, signed == "True")
+    flags = {"input_signed": "True", "has_float_inputs": "False"}
+    for name, default in flags.items():
+        flags[name] = row.get(name, default)
+        if flags[name] not in ("True", "False"):
+            raise RunError(f"{path}: {name} must be True or False, got {shown(flags[name])}")
+    signed, floats = (value == "True" for value in flags.values())
+    return Switch(step, row["layer"], wl, lookback, input_wl, signed, floats)
 
 
 def _steps(path: Path) -> int:

@@ -8,9 +8,14 @@ from typing import Protocol
 
 __all__ = ["MUPPET_ALEXNET", "MUPPET_RESNET20", "Schedule", "Segment", "SwitchLike", "Trace"]
 
+_FLOAT_BITS = 32
+
 
 class SwitchLike(Protocol):
-    """What a trace needs to know of a change of format, such as ``marvin.Switch``."""
+    """What a trace needs to know of a change of format, such as ``marvin.Switch``.
+
+    ``has_float_inputs`` may say that the layer's inputs are not rounded; without it, they are.
+    """
 
     @property
     def step(self) -> int:
@@ -54,6 +59,7 @@ class Segment:
             format is spread; infinite where none is made.
         input_wl: Bits of the layer's inputs.
         input_signed: Whether one of these is a sign.
+        has_float_inputs: Whether inputs are float32: EBOPs count these bits, SU ``input_wl``.
     """
 
     wl: int
@@ -61,6 +67,7 @@ class Segment:
     lookback: float
     input_wl: int
     input_signed: bool = True
+    has_float_inputs: bool = False
 
     @property
     def product_wl(self) -> int:
@@ -70,7 +77,8 @@ class Segment:
     @property
     def ebops(self) -> int:
         """Effective bit operations of one multiply-add: weight bits times input bits, without signs."""
-        return (self.wl - 1) * (self.input_wl - self.input_signed)
+        inputs = self.input_wl - self.input_signed
+        return (self.wl - 1) * (_FLOAT_BITS - 1 if self.has_float_inputs else inputs)
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,8 @@ class Trace:
         kept: Layers that keep one word length and search for none: their switches are ignored.
             ``"*"`` stands for every layer without a name of its own here.
         searches: Whether formats are searched for, by PushDown and PushUp; else nothing is charged.
-        rounds_inputs: Whether layers round their inputs; if not, they count as the weights do.
+        rounds_inputs: Whether layers round their inputs; if not, EBOPs count these as float32, and
+            SU as the weights, as the paper does.
 
     Raises:
         ValueError: A switch is not within the run, or its layer's steps are not in order.
@@ -130,20 +139,21 @@ class Trace:
         """Return the layer's word lengths in order; their steps add up to those of the run."""
         wl = self._kept(layer)
         if wl is not None:
-            return [Segment(wl, self.steps, math.inf, wl)]
+            return [Segment(wl, self.steps, math.inf, wl, True, not self.rounds_inputs)]
         wl, since, lookback = self.init_wl, 0, self.lookback[0]
-        inputs = self.init_wl, True
+        inputs = self.init_wl, True, not self.rounds_inputs
         segments = []
         for switch in self.by_layer.get(layer, ()):
             steps = switch.step - since
             segments.append(Segment(wl, steps, self.spread(switch.lookback), *inputs))
             wl, since, lookback = switch.wl, switch.step, switch.lookback
-            inputs = self.input_bits(switch)
+            inputs = *self.input_bits(switch), self._has_float_inputs(switch)
         return [*segments, Segment(wl, self.steps - since, self.spread(lookback), *inputs)]
 
     def segment_after(self, switch: SwitchLike) -> Segment:
         """Return what begins with a switch, and has no steps yet."""
-        return Segment(switch.wl, 0, self.spread(switch.lookback), *self.input_bits(switch))
+        inputs = *self.input_bits(switch), self._has_float_inputs(switch)
+        return Segment(switch.wl, 0, self.spread(switch.lookback), *inputs)
 
     def spread(self, lookback: int) -> float:
         """Return the steps over which a search is spread: ``lookback``, infinite without one."""
@@ -154,6 +164,9 @@ class Trace:
         if self.rounds_inputs and switch.input_wl:
             return switch.input_wl, switch.input_signed
         return switch.wl, True
+
+    def _has_float_inputs(self, switch: SwitchLike) -> bool:
+        return not self.rounds_inputs or getattr(switch, "has_float_inputs", False)
 
     @cached_property
     def has_inputs(self) -> bool:

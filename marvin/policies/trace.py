@@ -36,6 +36,8 @@ class Switch:
         input_wl: Word length chosen for the layer's inputs, bits; 0 where it is the weight's.
         input_fl: Fractional length chosen for them, bits.
         input_signed: Whether that format has a sign.
+        has_float_inputs: Whether ``input_wl`` is 0 and the layer's inputs stay float32. The
+            optimizer says so.
         saturated: Share of inputs that were clamped.
         weight_gradient: Squared norm of a sample's gradient to the weight.
         input_gradient: Squared norm of a sample's gradient to the inputs.
@@ -66,3 +68,4 @@ class Switch:
     weight_gradient: float = math.nan
     input_gradient: float = math.nan
     note: str = ""
+    has_float_inputs: bool = False

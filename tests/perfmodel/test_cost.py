@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import marvin
 import perfmodel
 from perfmodel.cost import (
     check_match,
@@ -238,8 +239,11 @@ def test_ebops_by_hand():
     ]
     trace = Trace(changes, STEPS, 32, searches=False)
     assert ebops(trace, layers) == 1000 * 3 * 5 + 3000 * 4 * 6 + 7 * 31 * 31
-    alike = Trace(changes, STEPS, 32, searches=False, rounds_inputs=False)  # as the weight's
-    assert ebops(alike, layers[:2]) == 1000 * 3 * 3 + 3000 * 4 * 4
+    floats = Trace(changes, STEPS, 32, searches=False, rounds_inputs=False)
+    assert ebops(floats, layers[:2]) == (1000 * 3 + 3000 * 4) * 31
+    assert [floats.segments("a.weight")[-1].product_wl] == [4]  # SU's, as the weight's
+    assert ebops(floats.keeping(8), layers[:2]) == 4000 * 7 * 31
+    assert ebops(Trace((), STEPS, 8, rounds_inputs=False), layers[:2]) == 4000 * 7 * 31
     assert ebops(Trace((), STEPS, 32, kept={"*": 32}), layers) == 4007 * 31 * 31
 
 
@@ -249,6 +253,7 @@ def test_the_meter_counts_ebops_as_the_trace_does():
         Change(1, "a.weight", 7, input_wl=8),
         Change(2, "b.weight", 5, input_wl=6, input_signed=False),
         Change(9, "a.weight", 4, input_wl=6),
+        marvin.Switch(10, "b.weight", 4, has_float_inputs=True),
     ]
     start = Trace((), 0, 32, searches=False)
     meter = Meter(layers, 16, start)

@@ -1,6 +1,7 @@
 """EBOPs of one network, beside what HGQ2 itself counted for it; see ``data/make_hgq2_ebops.py``."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 import marvin
 import perfmodel
-from perfmodel.cost import ebops
+from perfmodel.cost import ebops, run_cost
 from perfmodel.trace import Trace
 
 HGQ2 = json.loads((Path(__file__).parent / "data" / "hgq2_ebops.json").read_text())
@@ -50,3 +51,85 @@ def test_they_are_those_of_hgq2_but_for_borders(layers):
     inside = F.conv2d(torch.ones(1, 4, 6, 6), torch.ones(6, 4, 3, 3), padding=1).sum().item()
     assert ebops(trace, [second]) * inside / second.madds == want["second"]
     assert ebops(trace, layers) == 163_296 + 36 * 6 * 36 * 20 + want["dense"]
+
+
+class Attention(nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, x, x)
+
+
+def trained(model, policy, *shape, rounds_inputs=True, steps=12):
+    """Train a model, and return its trace and its layers."""
+    optimizer = marvin.Quantized(torch.optim.SGD(model.named_parameters(), lr=0.05), policy)
+    if rounds_inputs:
+        marvin.quantize_activations(model, optimizer)
+    torch.manual_seed(0)
+    x = torch.randn(16, *shape)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        y = model(x)
+        loss = (y[0] if isinstance(y, tuple) else y).square().mean() + 1
+        loss.backward()
+        optimizer.step(loss=loss)
+    return Trace(optimizer.trace, steps, 8), perfmodel.layers(model, shape), optimizer
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 3))
+
+
+@pytest.mark.parametrize("rounds_inputs", [True, False])
+def test_inputs_that_marvin_leaves_in_float32_count_as_such(rounds_inputs):
+    policy = marvin.MarvinPolicy(lookback=(3, 10))
+    trace, found, optimizer = trained(network(), policy, 16, rounds_inputs=rounds_inputs)
+    bits = {name: fmt.wl for name, fmt in optimizer.formats().items()}
+    assert {row.layer for row in trace.switches} == {"0.weight", "2.weight"}
+    wanted = sum(
+        row.madds * (bits[row.weight] - 1) * (bits[row.weight] - 1 if rounds_inputs else 31)
+        for row in found
+    )
+    assert ebops(trace, found) == wanted
+    as_weights = Trace([replace(row, has_float_inputs=False) for row in trace.switches], 12, 8)
+    assert run_cost(trace, found, 16) == run_cost(as_weights, found, 16)
+
+
+@pytest.mark.parametrize("policy", ["marvin", "static"])
+@pytest.mark.parametrize(
+    ("build", "shape", "rounded"),
+    [
+        (lambda: nn.LSTM(8, 8, 2, batch_first=True), (5, 8), "weight_ih_l0"),
+        (lambda: Attention(8, 2, batch_first=True), (5, 8), "in_proj_weight"),
+    ],
+    ids=["recurrent", "attention"],
+)
+@pytest.mark.filterwarnings("ignore:activations are not rounded where")
+def test_single_layers_whose_inputs_stay_float32(build, shape, rounded, policy):
+    static = policy == "static"
+    chosen = (
+        marvin.StaticPolicy(6, 6, window=5) if static else marvin.MarvinPolicy(lookback=(3, 10))
+    )
+    trace, found, optimizer = trained(build(), chosen, *shape)
+    bits = {name: fmt.wl - 1 for name, fmt in optimizer.formats().items()}
+    assert len(bits) > 1
+    wanted = sum(
+        row.madds * (bits[row.weight] * (bits[row.weight] if row.weight == rounded else 31))
+        for row in found
+        if row.weight
+    )
+    loose = sum(row.madds for row in found if not row.weight)
+    assert ebops(trace, found) == wanted + loose * 31 * 31
+
+
+@pytest.mark.filterwarnings("ignore:target_ebops")
+@pytest.mark.parametrize("rounds_inputs", [True, False])
+def test_report_and_target_count_alike(rounds_inputs):
+    target = 4 * 31 * 608 if not rounds_inputs else 25 * 608
+    madds = (("0.weight", 512), ("2.weight", 96))
+    policy = marvin.LossBudgetPolicy(
+        window=4, batch_size=16, target_ebops=target, madds=madds, min_wl=2, max_wl=12
+    )
+    trace, found, _ = trained(network(), policy, 16, rounds_inputs=rounds_inputs)
+    assert ebops(trace, found) == pytest.approx(target, rel=0.1)
+    if not rounds_inputs:
+        assert ebops(trace, found) == ebops(Trace(trace.switches, 12, rounds_inputs=False), found)

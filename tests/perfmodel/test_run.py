@@ -86,6 +86,23 @@ def test_a_run_of_another_policy(folder, policy, first, has_inputs):
         assert not read_run(folder).trace.has_inputs
 
 
+@pytest.mark.parametrize("policy", ["marvin", "muppet", "fixed:6,4", "static:6,6", "loss-budget"])
+def test_ebops_of_float32_activations(folder, policy):
+    config = json.loads((folder / "config.json").read_text()) | {"policy": policy}
+    (folder / "trace.csv").write_text("step,layer,wl,lookback\n1,a.weight,4,1\n1,b.weight,5,1\n")
+    for rounds_inputs, wanted in ((True, 1000 * 9 + 3000 * 16), (False, 31 * (3000 + 12000))):
+        values = config | {"quantize_activations": rounds_inputs}
+        (folder / "config.json").write_text(json.dumps(values))
+        assert {t.name: t.value for t in totals(read_run(folder))}["EBOPs"] == wanted / 1e6
+
+
+def test_ebops_of_a_layer_whose_inputs_stay_float32(folder):
+    head = "step,layer,wl,lookback,has_float_inputs\n"
+    (folder / "trace.csv").write_text(f"{head}1,a.weight,4,1,False\n1,b.weight,5,1,True\n")
+    values = {t.name: t.value for t in totals(read_run(folder))}
+    assert values["EBOPs"] == (1000 * 3 * 3 + 3000 * 4 * 31) / 1e6
+
+
 def test_without_timing(folder):
     (folder / "timing.csv").unlink()
     assert "measured on" not in report(read_run(folder))
