@@ -1,4 +1,7 @@
-"""Which noise stream belongs to what: no two draws of a run share one."""
+"""Which noise stream belongs to what: no two draws of one optimizer share one.
+
+Two optimizers with one seed have the same streams, so each needs a seed of its own.
+"""
 
 from enum import IntEnum
 

@@ -78,7 +78,8 @@ class MSGD(Quantized):
         compact_state: Keep masters in 16 bits, and momenta and windows in 8, for layers of 64 or
             more numbers a row (``shape[1:]``); see ``fixedpoint_kernels.compact``. 4 bytes a
             parameter in place of 12.
-        seed: Of the rounding noise; torch's generators are not used.
+        seed: Of the rounding noise; torch's generators are not used. Two optimizers with one seed
+            draw the same noise: give each its own.
 
     Raises:
         TypeError: A parameter is not float32, bfloat16 or float16; ``params`` is a model.

@@ -102,7 +102,8 @@ class Quantized(WithMasters):
         master_init: As of ``marvin.MSGD``.
         nonfinite: As of ``marvin.MSGD``.
         compact_state: As of ``marvin.MSGD``; moments of torch's optimizers are kept in 8 bits.
-        seed: Of the rounding noise.
+        seed: Of the rounding noise. Two optimizers with one seed draw the same noise: give each its
+            own.
 
     Attributes:
         policy: Decides the formats; ``load_state_dict`` gives it the hyper-parameters of the state.

@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from fixedpoint_kernels import BlockFloat, FixedPoint, Minifloat
 from fixedpoint_kernels.rounding import Rounding
 from marvin.noise import Purpose, stream
+from marvin.ranks import rank
 from marvin.straight_through import StraightThrough, Tally, round_with_gradient
 
 __all__ = ["Number", "Quantizer"]
 
 Number = FixedPoint | BlockFloat | Minifloat
 _COUNT = 2**18  # of numbers: two streams each, below those of ``round_state``
+_CALLS, _RANKS = 2**28, 2**12  # of a process, and processes: 2**40 steps of a stream
 _NUMBERS = itertools.count()  # of the quantizers of this process: each has noise of its own
 
 
@@ -22,8 +24,10 @@ class Quantizer(nn.Module):
     """Rounds activations to one format, and their gradient to another; formats do not change.
 
     For formats that change with training see ``marvin.quantize_activations``. In training mode each
-    call has noise of its own; in eval mode the next one's, which stays. The state of the module has
-    the place in the noise, so that a resumed training has the same bits.
+    call has noise of its own, in each process; in eval mode that of one call, which stays. The
+    state of the module has the place in the noise, so that a resumed training has the same bits.
+    A copy has it too, and so the same noise: of ``copy.deepcopy``, or ``nn.TransformerEncoder(layer, 3)``,
+    give each copy a ``number`` of its own.
 
     Args:
         forward_format: Of what goes through: ``FixedPoint``, ``BlockFloat`` or ``Minifloat``. None:
@@ -95,7 +99,8 @@ class Quantizer(nn.Module):
         return round_with_gradient(x, fmt, options, ste=self.ste, tally=Tally(), back=gradient)
 
     def _noise(self, way: int) -> dict[str, int]:
-        own = stream(Purpose.QUANTIZER, self.calls, 2 * self.number + way)
+        process = rank() % _RANKS if self.training else 0
+        own = stream(Purpose.QUANTIZER, process * _CALLS + self.calls, 2 * self.number + way)
         return {"seed": self.seed, "stream": own}
 
     def get_extra_state(self) -> Tensor:

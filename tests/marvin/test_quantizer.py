@@ -52,6 +52,35 @@ def test_noise_is_new_in_each_call_and_in_each_quantizer_and_there_and_back():
     torch.testing.assert_close(one(x), one(x), rtol=0, atol=0)
 
 
+def test_processes_have_noise_of_their_own_in_training(monkeypatch):
+    found, there_and_back = [], []
+    for rank in (0, 1, 4095):
+        monkeypatch.setattr("marvin.quantizer.rank", lambda rank=rank: rank)
+        quantizer = marvin.Quantizer(FIXED, FIXED, number=3)
+        x = torch.full((500,), 0.3, requires_grad=True)
+        y = quantizer(x)
+        y.backward(torch.full_like(y, 0.3))
+        there_and_back += [y.detach(), x.grad]
+        found.append(quantizer.eval()(x).detach())
+    for a, b in itertools.combinations(there_and_back, 2):
+        assert not torch.equal(a, b)
+    assert torch.equal(found[0], found[1])
+
+
+def test_copies_have_the_noise_of_the_first_until_they_get_a_number():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    layer.activation = nn.Sequential(nn.ReLU(), marvin.Quantizer(FIXED, FIXED))
+    encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    copies = [m for m in encoder.modules() if isinstance(m, marvin.Quantizer)]
+    x = torch.full((500,), 0.3)
+    assert torch.equal(copies[0](x), copies[1](x))
+    for number, own in enumerate(copies):  # as docs/migration.md has it
+        own.number = number
+    first, second, third = (own(x) for own in copies)
+    assert not torch.equal(first, second)
+    assert not torch.equal(second, third)
+
+
 def test_a_process_may_make_any_count_of_quantizers(monkeypatch):
     monkeypatch.setattr(marvin.quantizer, "_NUMBERS", itertools.count(2**18 - 1))
     assert [marvin.Quantizer().number for _ in range(3)] == [2**18 - 1, 0, 1]
