@@ -143,7 +143,8 @@ class MarvinPolicy(Policy):
         window = max(sum(lookbacks) // max(len(lookbacks), 1), 1)
         margin = settings["strategy_margin"]
         level = adapt_strategy(shared.level, losses, current, window, margin=margin)
-        return Losses(level, (*losses, loss)[-max(settings["lookback"][1], window) :])
+        longest = [layer.settings["lookback"][1] for layer in (*layers, *step.frozen)]
+        return Losses(level, (*losses, loss)[-max(window, *longest) :])
 
     def _switched(
         self, level: Level, layer: Layer, master: Spread, step: Step

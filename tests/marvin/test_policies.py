@@ -340,3 +340,29 @@ def test_a_policy_has_no_setting_of_the_optimizers(name):
 def test_inputs_that_are_observed_are_rounded_to_nearest():
     with pytest.raises(ValueError, match=r'must be "nearest" where .*, got \'stochastic\''):
         marvin.policies.Rules(observes_inputs=True)
+
+
+def levels(*, long_first):
+    """Return the strategy of each step, with groups of short and of long lookbacks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    short, *long = model
+    groups = [
+        {"params": short.parameters(), "lookback": (2, 3)},
+        {"params": nn.Sequential(*long).parameters(), "lookback": (10, 12)},
+    ]
+    sgd = torch.optim.SGD(groups[::-1] if long_first else groups, lr=0.0)
+    optimizer, found = Quantized(sgd, MarvinPolicy()), []
+    torch.manual_seed(1)
+    for _ in range(40):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step(loss=torch.rand(()))
+        found.append(optimizer.shared.level)
+    return found
+
+
+def test_the_order_of_groups_changes_no_decision():
+    found = levels(long_first=True)
+    assert levels(long_first=False) == found
+    assert len(set(found)) > 1
