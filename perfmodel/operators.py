@@ -42,6 +42,7 @@ upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d va
 _weight_norm_interface zero_ zeros zeros_like linalg_vector_norm
 """
 FREE = {*FREE_NAMES.split(), *EMBEDDINGS}
+OWN_FREE = "few_bit_", "division_", "forward_save_"  # of our operators: others are products
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ def _convolution(arguments: tuple[Any, ...], output: Tensor) -> Product:
 
 def is_free(op: OpOverload) -> bool:
     """Whether an operation is known to multiply nothing but element with element."""
+    if op.namespace == "fixedpoint_kernels":
+        return name_of(op).startswith(OWN_FREE)
     if op.namespace not in ("aten", "prim", "prims"):
         return False
     return op.is_view or Tag.pointwise in op.tags or name_of(op) in FREE

@@ -28,7 +28,8 @@ def watch(
     with fake_tensor_mode(), _one_sequence_a_row():
         fake = _faker(device)
         copy = skeleton(model, fake)
-        kept = _run(copy, [fake(x) for x in inputs], "run on shapes alone (fake tensors)")
+        needed = "run on shapes alone (fake tensors)"
+        kept = _run(copy, [fake(x) for x in inputs], needed, "measure=True runs it on values")
     lacking = ", without oneDNN's workspace of LSTMs: measure=True tells it"
     return kept, f"modelled, kernels of {device.type}" + lacking * _has_workspace(kept)
 
@@ -85,10 +86,12 @@ def _own_randomness(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _run(model: nn.Module, inputs: Sequence[Tensor], requirement: str) -> tuple[Storage, ...]:
+def _run(
+    model: nn.Module, inputs: Sequence[Tensor], requirement: str, remedy: str = ""
+) -> tuple[Storage, ...]:
     running = Running(model)
     seen = Watch(running, [*model.parameters(), *model.buffers()])
-    with explain(running, requirement), torch.enable_grad(), seen:
+    with explain(running, requirement, remedy), torch.enable_grad(), seen:
         output = model(*inputs)
     found = seen.saved()
     del output  # it alone keeps the graph

@@ -82,8 +82,8 @@ def _attribute(value: object, module: nn.Module, copy: nn.Module) -> Any:
 
 
 @contextmanager
-def explain(running: Running, requirement: str) -> Iterator[None]:
-    """Turn an error of the model into one that names the module.
+def explain(running: Running, requirement: str, remedy: str = "") -> Iterator[None]:
+    """Turn an error of the model into one that names the module, and what to write instead.
 
     Raises:
         ValueError: The model failed.
@@ -94,5 +94,5 @@ def explain(running: Running, requirement: str) -> Iterator[None]:
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"the model must {requirement}, got {type(error).__name__} "
-            f"in {running.name or 'the model itself'}: {reason}"
+            f"in {running.name or 'the model itself'}: {reason}{remedy and '; '}{remedy}"
         ) from error

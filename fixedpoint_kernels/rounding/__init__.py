@@ -287,8 +287,18 @@ def _run(
         kernels_of(x).quantize(x.contiguous(), target, mask, fmt, rounding, key)
     if target is not y:
         y.copy_(target)
+    if _may_vanish(fmt, y.dtype):
+        y.add_(0.0)  # -0.0 becomes 0.0
     if inside is not None and mask is not None and mask is not inside:
         inside.copy_(mask)
+
+
+def _may_vanish(fmt: FixedPoint | Minifloat, dtype: torch.dtype) -> bool:
+    """Say whether numbers of ``fmt`` may become 0 in ``dtype``, and with their sign -0.0."""
+    if not dtype.is_floating_point or dtype is torch.float32:
+        return False
+    limits = torch.finfo(dtype)
+    return fmt.lsb < limits.smallest_normal * limits.eps
 
 
 def _run_turned(

@@ -408,3 +408,24 @@ def test_same_bits_on_both_devices():
         expected = quantize(x, fmt, seed=5)
         actual = quantize(x.cuda(), fmt, seed=5).cpu()
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "x"),
+    [
+        (FixedPoint(2, 31), torch.float16, -(2.0**-24)),
+        (FixedPoint(8, 31), torch.float16, -(2.0**-30)),
+        (FixedPoint(8, 25), torch.float16, -(2.0**-25)),
+        (Minifloat(8, 7), torch.float16, -1e-30),
+    ],
+    ids=str,
+)
+def test_what_its_dtype_does_not_hold_is_0_without_a_sign(fmt, dtype, x, rounding, device):
+    x = torch.full((300,), x, device=device)
+    for y in (torch.empty_like(x, dtype=dtype), x.new_empty(600, dtype=dtype)[::2]):
+        quantize(x, fmt, rounding=rounding, out=y)
+        assert not y.any()
+        assert not y.signbit().any()
+    own, _ = quantize_with_mask(x.to(dtype), fmt, rounding=rounding)
+    assert not own[own == 0].signbit().any()

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import marvin
 import perfmodel
-from fixedpoint_kernels import forward_save
+from fixedpoint_kernels import few_bit, forward_save
 from perfmodel.__main__ import main
 from perfmodel.cost import ebops
 from perfmodel.layers import total_madds
@@ -435,6 +435,12 @@ def test_layers_that_keep_less_multiply_as_before():
     before = saved_bytes(model, x).total_bytes
     assert count(model, 3, 8, 8) == count(convolutions(), 3, 8, 8)
     assert saved_bytes(model, x).total_bytes == before < saved_bytes(convolutions(), x).total_bytes
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_few_bit_modules_multiply_nothing(bits):
+    model = nn.Sequential(nn.Linear(4, 5), few_bit.modules.SiLU(bits=bits), nn.Linear(5, 2))
+    assert [(r.weight, r.madds) for r in count(model, 4)] == [("0.weight", 20), ("2.weight", 10)]
 
 
 def test_size_costs_no_memory():

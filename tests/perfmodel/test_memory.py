@@ -3,6 +3,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import marvin
+from fixedpoint_kernels import FixedPoint
 from perfmodel import memory
 from perfmodel.forward_save import Division, few_bit_bytes
 from perfmodel.memory import (
@@ -237,3 +239,11 @@ def test_the_earlier_name_works_and_warns():
     message = r"^perfmodel\.memory\.Kept is now perfmodel\.memory\.SavedStorage$"
     with pytest.warns(DeprecationWarning, match=message):
         assert memory.Kept is SavedStorage
+
+
+def test_a_model_that_needs_values_is_measured():
+    number = FixedPoint(8, 4)
+    model, x = nn.Sequential(nn.Linear(4, 5), marvin.Quantizer(number, number)), torch.randn(8, 4)
+    with pytest.raises(ValueError, match=r"in 1: .*; measure=True runs it on values$"):
+        saved_bytes(model, x)
+    assert saved_bytes(model, x, measure=True).total_bytes >= 8 * 4 * 4
