@@ -310,7 +310,8 @@ class Quantized(WithMasters):
         number = self._counts.step + 1
         now = Step(number, self._seed, self.param_groups[0], total, samples, others)
         update = self.policy.update(self.shared, layers, now)
-        update = self._with_float_inputs(completed(self.policy, update, layers, number))
+        update = completed(self.policy, update, layers, number)
+        update = self._with_float_inputs(update)
 
         # masters move, weights follow; nothing is refused any more
         self._counts.step = number
@@ -350,7 +351,8 @@ class Quantized(WithMasters):
             self._adopt_changed()
             layers, _ = self._layers({}, {})
             update = self.policy.end_epoch(self.shared, layers, now)
-            update = self._with_float_inputs(completed(self.policy, update, layers, now.number))
+            update = completed(self.policy, update, layers, now.number)
+            update = self._with_float_inputs(update)
             self._write(self._keep(update, []), Purpose.INITIAL)
         if update.switches:
             self._carriers.publish(self)
