@@ -16,7 +16,7 @@ from torch import nn
 
 import marvin
 from fixedpoint_kernels import FixedPoint
-from marvin.export import ExportError, c, describe, integer, round_sums
+from marvin.export import ExportError, c, describe, integer, packed, round_sums
 from marvin.export.__main__ import main
 from marvin.export.graph.bounds import first_value, value_of
 from marvin.export.graph.functions import Clip, Mul, Table
@@ -34,6 +34,7 @@ from marvin.export.graph.nodes import (
     Round,
 )
 from marvin.export.graph.views import Concat, Pad, Reshape, Slice, Transpose
+from marvin.export.targets import safetensors
 from marvin.export.targets.c import compiler
 from marvin.export.targets.c.memory import Buffer, plan
 from marvin.export.targets.c.proof import prove, report
@@ -764,6 +765,42 @@ def test_outputs_whose_names_differ_in_case_alone_have_macros_of_their_own(tmp_p
         assert len(dict(macros)) == len(macros) == 6
         counts = [value for name, value in macros if name.startswith("NET_OUTPUTS_")]
         assert counts == ["2", "3", "2"]
+
+
+@needs_gcc
+@pytest.mark.parametrize(
+    "name",
+    [
+        '**// __attribute__((constructor)) static void f(void){ extern int puts(const char*); puts("f"); } /**//',
+        "*/ int f; /*",
+        "/* /",
+        "a\\\n#error a\r\n#error b",
+        "??/\n#error c",
+        "\u2028\u00e9\0",
+        "",
+    ],
+)
+def test_no_name_of_a_file_gets_out_of_a_comment(name, tmp_path):
+    network = network_of(
+        (6,),
+        Linear("a", ("in",), codes(4, 6), FixedPoint(8, 5), None, FixedPoint(8, 5)),
+        Slice("b", ("a",), 0, 0, 4, 2),
+        Relu("c", ("b",)),
+    )
+    content = packed.to_bytes(packed.pack_network(network))
+    tensors, metadata = safetensors.read(content)
+    fields = json.loads(metadata["marvin"])
+    for i, op in enumerate(fields["network"]["operations"]):
+        op["name"] = f"{i}{name}"
+        op["inputs"] = [f"{'x in a b c'.split().index(source)}{name}" for source in op["inputs"]]
+    fields["network"]["heads"] = [[f"0{name}", f"4{name}"], [f"1{name}", f"2{name}"]]
+    fields["sha256"] = packed._digest(tensors, fields)
+    written = safetensors.write(tensors, {"marvin": json.dumps(fields)})
+    loaded = packed.from_bytes(written).network
+    assert_same(loaded, 8 * torch.randn(9, 6), tmp_path)
+    for text in ((tmp_path / "net.c").read_text(), (tmp_path / "net.h").read_text()):
+        assert re.fullmatch(r"[ -~\n]*", text)
+        assert "#error" not in re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
 
 
 @needs_gcc

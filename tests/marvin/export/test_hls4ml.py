@@ -151,3 +151,9 @@ def test_part_clock_and_strategy_are_in_the_project(make, tmp_path):
     )
     assert found["OutputDir"] == "."  # wherever the folder is
     torch.testing.assert_close(project.predict(x), integer.run(network, x), rtol=0, atol=0)
+
+
+def test_names_of_layers_are_names_of_cplusplus(digits):
+    writer = hls4ml._Writer(digits()[1])
+    for name in ("0.conv", "\u00e9t\u00e9", "", 'a"; system("b")', "_"):
+        assert re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", writer._identifier(name))

@@ -18,7 +18,7 @@ from marvin.export.targets.c.values import (
     indented,
     same_order,
 )
-from marvin.export.targets.c.words import computing, literal, loop, storing
+from marvin.export.targets.c.words import comment, computing, literal, loop, storing
 
 __all__ = ["is_known", "write_copy", "write_move"]
 
@@ -63,8 +63,8 @@ def write_move(
             first = int(ends[i]) - x.count
             scale = _scale(op.name if op else name, x, shift)
             lines += _copied(f"x{i}", places[targets] - first, targets, word, scale)
-    text = f"/* {type(op).__name__ if op else 'order'} {(op.name if op else '').replace('*/', '')} */\n"
-    text += f"static void {name}({', '.join([*parameters, f'{word} *restrict y0'])})\n{{\n"
+    text = comment(f"{type(op).__name__} {op.name}" if op else "order")
+    text += f"\nstatic void {name}({', '.join([*parameters, f'{word} *restrict y0'])})\n{{\n"
     text += "\n".join(indented(lines)) + "\n}\n"
     label = op.name if op is not None else f"{next(iter(sources))} as {name} takes it"
     return Function(name, text, list(sources), {label: Stored(word, fl, shape, order, low, high)})

@@ -12,7 +12,7 @@ from marvin.export.targets.c.terms import Lines
 from marvin.export.targets.c.transformers import embedding, matmul, norm, softmax
 from marvin.export.targets.c.values import Function, Stored, channels_last, indented
 from marvin.export.targets.c.windows import pool
-from marvin.export.targets.c.words import Tables, loop
+from marvin.export.targets.c.words import Tables, comment, loop
 from marvin.export.targets.c.writer import Writer, results
 
 __all__ = ["needed_orders", "write_step"]
@@ -71,7 +71,7 @@ def write_step(
     parameters += [f"{value.word} *restrict y{i}" for i, value in outputs]
     parameters += [f"{own.word} *restrict s{i}" for i, own in enumerate(writer.scratch)]
     what = ", ".join(f"{type(op).__name__} {op.name}" for op in step.operations)
-    text = f"/* {what.replace('*/', '')} */\nstatic void {name}({', '.join(parameters)})\n{{\n"
+    text = f"{comment(what)}\nstatic void {name}({', '.join(parameters)})\n{{\n"
     text += "\n".join(indented(body)) + "\n}\n"
     return Function(name, text, step.inputs, writer.outputs, writer.scratch, writer.others)
 

@@ -6,7 +6,17 @@ from dataclasses import dataclass, field
 
 from marvin.export.errors import ExportError
 
-__all__ = ["Tables", "bits_of", "computing", "identifier", "literal", "loop", "size_of", "storing"]
+__all__ = [
+    "Tables",
+    "bits_of",
+    "comment",
+    "computing",
+    "identifier",
+    "literal",
+    "loop",
+    "size_of",
+    "storing",
+]
 
 _STORED = (("int8_t", 8), ("int16_t", 16), ("int32_t", 32), ("int64_t", 64))
 _LINE = 96
@@ -62,6 +72,12 @@ def literal(value: int) -> str:
 def identifier(name: str) -> str:
     """Return a name without what C does not allow in one."""
     return re.sub(r"\W", "_", name, flags=re.ASCII).strip("_") or "value"
+
+
+def comment(text: str) -> str:
+    """Return a comment. Texts of a network, which may come from a file of others, can neither end it nor begin one."""
+    plain = re.sub(r"[^ -~]|[*/\\]", "_", text)
+    return f"/* {plain} */"
 
 
 def loop(variable: str, count: int | str) -> str:

@@ -259,9 +259,9 @@ class _Writer:
                 self.orders[rounded.name] = self.orders[op.name]
 
     def _identifier(self, name: str) -> str:
-        word = re.sub(r"\W", "_", name)
+        word = re.sub(r"\W", "_", name, flags=re.ASCII)
         taken = {layer["name"] for layer in self.layers}
-        word = word if word[0].isalpha() else f"layer_{word}"
+        word = word if word[:1].isalpha() else f"layer_{word}"
         return word if word not in taken else f"{word}_{len(taken)}"
 
     def shape(self, name: str) -> tuple[int, ...]:
