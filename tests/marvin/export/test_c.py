@@ -384,6 +384,53 @@ def test_what_it_takes_is_reported(digits, tmp_path):
     assert f"EBOPs: {first * 7 * 7 + (block + last) * 7 * 7:,}" in lines
 
 
+@needs_gcc
+@pytest.mark.parametrize(
+    "tool", ["gcc", "cc", "/usr/bin/cc", "env gcc", "c99", "versioned-gcc-12.3"]
+)
+def test_every_compiler_has_its_sizes(tool, digits, tmp_path, monkeypatch):
+    _, network, _ = digits()
+    source = c.write(network)
+    c.save(network, tmp_path / "network.c")
+    wanted = compiler.section_bytes("gcc", tmp_path / "network.c") - source.tables_bytes
+    if tool.startswith("versioned"):  # of a cross compiler, whose tools have its prefix
+        (tmp_path / tool).symlink_to(shutil.which("gcc"))
+        (tmp_path / "versioned-size").write_text("#!/bin/sh\necho text\necho 1000000 0 0\n")
+        (tmp_path / "versioned-size").chmod(0o755)
+        tool, wanted = f"{tmp_path / tool} -g", 1000000 - source.tables_bytes
+    if not shutil.which(tool.split()[0]):
+        pytest.skip(f"{tool} is not installed")
+    monkeypatch.setenv("CC", tool)
+    monkeypatch.setattr(compiler, "_ARM", "no-such-compiler")
+    (tmp_path / "network.o").write_text("mine")
+    text = report(network, source, tmp_path / "network.c")[0]
+    assert text.endswith(f", {wanted:,} of code ({tool}, -Os)")
+    assert (tmp_path / "network.o").read_text() == "mine"
+
+
+@needs_gcc
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("SIZE", "no-such-size", "no-such-size cannot be run"),
+        ("SIZE", "false", "false must succeed, got"),
+        ("SIZE", "true", "true must print a table of sizes"),
+        ("CC", "no-such-compiler", "no-such-compiler cannot be run"),
+        ("CC", "gcc -DNETWORK_H", "gcc must succeed, got"),
+    ],
+)
+def test_sizes_that_are_not_known_end_no_export(
+    variable, value, reason, digits, tmp_path, monkeypatch
+):
+    _, network, _ = digits()
+    c.save(network, tmp_path / "network.c")
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(compiler, "_ARM", "no-such-compiler")
+    first, second, *_ = report(network, c.write(network), tmp_path / "network.c")
+    assert f", -Os) are not known: {reason}" in first
+    assert second.startswith("RAM: ")
+
+
 def test_words_of_four_bits_are_half_as_long(digits):
     _, network, _ = digits(4, 2)
     saved = c.write(network).tables_bytes - c.write(network, nibbles=True).tables_bytes
@@ -792,7 +839,9 @@ def test_no_name_of_a_file_gets_out_of_a_comment(name, tmp_path):
     fields = json.loads(metadata["marvin"])
     for i, op in enumerate(fields["network"]["operations"]):
         op["name"] = f"{i}{name}"
-        op["inputs"] = [f"{'x in a b c'.split().index(source)}{name}" for source in op["inputs"]]
+        op["inputs"] = [
+            f"{['x', 'in', 'a', 'b', 'c'].index(source)}{name}" for source in op["inputs"]
+        ]
     fields["network"]["heads"] = [[f"0{name}", f"4{name}"], [f"1{name}", f"2{name}"]]
     fields["sha256"] = packed._digest(tensors, fields)
     written = safetensors.write(tensors, {"marvin": json.dumps(fields)})

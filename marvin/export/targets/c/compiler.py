@@ -1,8 +1,10 @@
 """Compiling and running what was written, to compare it."""
 
 import os
+import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,6 +42,8 @@ __attribute__((section(".vectors"), used)) static const struct {
 } vectors = {(void *)0x20400000, _start};
 """
 STRICT = ("-std=c99", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror")
+# what stands before the name of a compiler stands before that of its tools, too; a version does not
+_COMPILER = re.compile(r"(.*-)?(?:gcc|clang|cc|c99)(?:-[\d.]+)?(?:\.exe)?")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
@@ -136,26 +140,46 @@ def section_bytes(compiler: str, source: Path) -> int:
     """Return the bytes of code and constants that a compiler makes for little memory, without ``main``.
 
     Raises:
-        ExportError: It does not compile, or there is no ``size`` beside the compiler.
+        ExportError: It does not compile, or no ``size`` reads what was compiled; says why.
     """
-    target = source.with_suffix(".o")
-    prefix = compiler.split()[0].removesuffix("gcc").removesuffix("clang")
+    with tempfile.TemporaryDirectory() as folder:
+        target = str(Path(folder, "network.o"))
+        flags = *STRICT, "-Os", small(source)
+        _said([*compiler.split(), *flags, "-c", str(source), "-o", target])
+        reasons = []
+        for tool in _size_tools(compiler):
+            try:
+                return int(_said([*tool.split(), target]).splitlines()[1].split()[0])
+            except ExportError as error:
+                reasons.append(str(error))
+            except (IndexError, ValueError):
+                reasons.append(f"{tool} must print a table of sizes")
+    raise ExportError(f"{'; '.join(reasons)}: install binutils, or set SIZE")
+
+
+def _size_tools(compiler: str) -> list[str]:
+    """Return the commands that may print the sizes of what a compiler makes, the best first."""
+    if own := os.environ.get("SIZE"):
+        return [own]
+    found = []
+    for word in compiler.split():  # others may come before: env gcc, ccache gcc
+        if match := _COMPILER.fullmatch(Path(word).name):
+            name = (match[1] or "") + "size"
+            found += [str(Path(word).with_name(name)), name]
+            break
+    return list(dict.fromkeys([*found, "size"]))
+
+
+def _said(words: Sequence[str]) -> str:
+    """Return what a command prints.
+
+    Raises:
+        ExportError: It cannot be run, or fails.
+    """
     try:
-        words = [
-            *compiler.split(),
-            *STRICT,
-            "-Os",
-            small(source),
-            "-c",
-            str(source),
-            "-o",
-            str(target),
-        ]
-        subprocess.run(words, capture_output=True, text=True, check=True)
-        words = [f"{prefix}size", str(target)]
-        done = subprocess.run(words, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise ExportError(f"{compiler} must compile {source.name}: {error}") from error
-    finally:
-        target.unlink(missing_ok=True)
-    return int(done.stdout.splitlines()[1].split()[0])
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise ExportError(f"{words[0]} cannot be run: {error}") from error
+    if done.returncode:
+        raise ExportError(f"{words[0]} must succeed, got {' '.join(done.stderr.split()):.300}")
+    return done.stdout

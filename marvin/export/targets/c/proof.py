@@ -42,8 +42,11 @@ def report(network: Network, source: Source, path: Path) -> list[str]:
     lines = [f"flash: {tables:,} bytes of weights and constants"]
     for compiler, what in ((CORTEX_M4, "Cortex-M4"), *((c, c) for c in compilers()[:1])):
         if compiler != CORTEX_M4 or cortex_m4():
-            code = section_bytes(compiler, path) - tables
-            lines[0] += f", {code:,} of code ({what}, -Os)"
+            try:
+                code = section_bytes(compiler, path) - tables
+                lines[0] += f", {code:,} of code ({what}, -Os)"
+            except ExportError as error:  # what is not known of a file is no reason to have none
+                lines[0] += f"; bytes of code ({what}, -Os) are not known: {error}"
     lines.append(
         f"RAM: {memory.size_bytes:,} bytes, of which {memory.peak_bytes:,} are needed at one time; "
         f"input {source.input.count:,} {source.input.word}, "
