@@ -33,6 +33,7 @@ from marvin.export.graph.nodes import (
     Relu,
     Round,
 )
+from marvin.export.graph.transformers import Constant
 from marvin.export.graph.views import Concat, Pad, Reshape, Slice, Transpose
 from marvin.export.targets import safetensors
 from marvin.export.targets.c import compiler
@@ -569,6 +570,41 @@ def test_tables_and_bounds(tmp_path):
         Add("s", ("u", "b")),
     )
     assert_same(network, 8 * torch.randn(50, 2, 3, 3), tmp_path)
+
+
+@needs_gcc
+@pytest.mark.parametrize("name", ["scale", "offset", "weight", "scale_2"])
+def test_tables_are_called_apart(name, tmp_path):
+    """By whatever name an activation goes that is computed with the layer before it."""
+    squares = torch.arange(-128, 128) ** 2 // 128
+    network = network_of(
+        (2, 3, 3),
+        conv("c", "in", codes(4, 2, 2, 2)),
+        Affine("a", ("c",), codes(4), FixedPoint(8, 5), codes(4, seed=1), FixedPoint(8, 5)),
+        Round("r", ("a",), FixedPoint(8, 4)),
+        Table(name, ("r",), squares, -128, 4, FixedPoint(8, 4), "square"),
+        Affine("b", (name,), codes(4), FixedPoint(8, 5), codes(4, seed=1), FixedPoint(8, 5)),
+        Round("s", ("b",), FixedPoint(8, 4)),
+        Table(f"{name}.", ("s",), squares // 2, -128, 4, FixedPoint(8, 4), "half"),
+    )
+    assert_same(network, 8 * torch.randn(9, 2, 3, 3), tmp_path)
+
+
+@needs_gcc
+@pytest.mark.parametrize("name", ["input", "run", "0_l", "0_l_weight", "shifts_are_arithmetic"])
+def test_constants_are_called_apart(name, tmp_path):
+    fmt = FixedPoint(8, 4)
+    network = network_of(
+        (6,),
+        Linear("l", ("in",), codes(4, 6), FixedPoint(8, 5), None, FixedPoint(8, 5)),
+        Round("r", ("l",), fmt),
+    )
+    values = network.values | {name: value_of(Constant(name, (), codes(4), fmt), [])}
+    total = Add("sum", ("r", name))
+    values["sum"] = value_of(total, [values["r"], values[name]])
+    operations = *network.operations, Constant(name, (), codes(4), fmt), total
+    network = replace(network, operations=operations, values=values)
+    assert_same(network, 8 * torch.randn(9, 6), tmp_path)
 
 
 def average(name, x, kernel):

@@ -159,7 +159,7 @@ def _given(
     places = dict.fromkeys(stored, "input")
     for op in network.operations:
         if isinstance(op, Constant):
-            table = f"{name}_{identifier(op.name)}"
+            table = f"{name}_constant_{identifier(op.name)}"
             places[op.name] = tables.add(table, op.codes.reshape(-1).tolist())
             stored[op.name] = _constant(op)
     return stored, places

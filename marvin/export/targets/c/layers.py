@@ -160,7 +160,7 @@ def _dots(writer: Writer, codes: Codes, name: str, word: str) -> list[str]:
         low, high = codes[:, :half] & 15, np.zeros((len(codes), half), np.int64)
         high[:, : count - half] = codes[:, half:]
         both = (low | high << 4).reshape(-1)
-        tables.add(name, np.where(both > 127, both - 256, both).tolist(), "int8_t")
+        name = tables.add(name, np.where(both > 127, both - 256, both).tolist(), "int8_t")
         return [
             f"const int8_t *restrict w = {name} + c * {half};",
             f"{loop('k', half)} {{",
@@ -172,7 +172,7 @@ def _dots(writer: Writer, codes: Codes, name: str, word: str) -> list[str]:
         ]
     values = codes.reshape(-1).tolist()
     kind = storing(min(*values, -1), max(values))  # signed: what processors multiply bytes with
-    tables.add(name, values, kind)
+    name = tables.add(name, values, kind)
     return [
         f"const {kind} *restrict w = {name} + c * {count};",
         f"{loop('k', count)} {{",

@@ -152,7 +152,7 @@ def products(
     (name, sums), (x, each), (row, pixels) = names, given, rows
     count, terms = codes.shape
     kind = row_word(x).replace("row", "weight")
-    tables.add_rows(name, codes.tolist(), kind)
+    name = tables.add_rows(name, codes.tolist(), kind)
     own = range(gcd(_SIDE, each))
     dots = [
         *row,

@@ -149,10 +149,7 @@ class Lines:
     def _number(self, what: str, values: tuple[int, ...], index: str) -> str:
         if len(values) == 1:
             return literal(values[0]) if values[0] >= 0 else f"({literal(values[0])})"
-        name = f"{self.name}_{what}"
-        if any(f" {name}[" in text for text in self.tables.texts):
-            name += f"_{self.count}"
-        return f"{self.tables.add(name, values)}[{index}]"
+        return f"{self.tables.add(f'{self.name}_{what}', values)}[{index}]"
 
     def new(self, word: str, text: str, fl: int, low: int, high: int) -> Term:
         """Define a variable; return it."""

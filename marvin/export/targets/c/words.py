@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count
 
 from marvin.export.errors import ExportError
 
@@ -92,25 +93,45 @@ class Tables:
     Args:
         texts: The definitions.
         size_bytes: Of all of them.
+        names: Of all of them.
     """
 
     texts: list[str] = field(default_factory=list)
     size_bytes: int = 0
+    names: set[str] = field(default_factory=set)
 
     def add(self, name: str, values: Sequence[int], word: str | None = None) -> str:
-        """Define an array of the shortest type that holds it, or of a given one; return its name."""
+        """Define an array of the shortest type that holds it, or of a given one.
+
+        Returns:
+            Its name, with a number behind it where another array has the one that is given.
+        """
+        name = self._free(name)
         word = word or storing(min(values), max(values))
         body = _numbers(values)
         self.texts.append(f"static const {word} {name}[{len(values)}] = {{\n{body}\n}};\n")
         self.size_bytes += len(values) * size_of(word)
         return name
 
-    def add_rows(self, name: str, rows: Sequence[Sequence[int]], word: str) -> None:
-        """Define rows of weights of a type of the file, a byte each where memory is short; see ``rows``."""
+    def add_rows(self, name: str, rows: Sequence[Sequence[int]], word: str) -> str:
+        """Define rows of weights of a type of the file, a byte each where memory is short; see ``rows``.
+
+        Returns:
+            Their name: see ``add``.
+        """
+        name = self._free(name)
         body = "\n".join(f"    {{\n{_numbers(row)}\n    }}," for row in rows)
         size = f"[{len(rows)}][ROW({len(rows[0])})]"
         self.texts.append(f"static const {word} {name}{size} = {{\n{body}\n}};\n")
         self.size_bytes += len(rows) * len(rows[0])
+        return name
+
+    def _free(self, name: str) -> str:
+        """Return a name that no array has yet, and take it."""
+        others = (f"{name}_{number}" for number in count(2))
+        found = next(own for own in chain([name], others) if own not in self.names)
+        self.names.add(found)
+        return found
 
 
 def _numbers(values: Sequence[int]) -> str:
