@@ -39,6 +39,7 @@ from marvin.export.targets import safetensors
 from marvin.export.targets.c import compiler
 from marvin.export.targets.c.memory import Buffer, plan
 from marvin.export.targets.c.proof import prove, report
+from marvin.export.targets.c.runtime import Helpers
 from marvin.export.targets.c.schedule import schedule
 from marvin.export.targets.c.terms import Lines, Term, _rounded
 from marvin.export.targets.c.words import Tables
@@ -296,7 +297,7 @@ def test_bounds_of_roundings_hold(code, shift, divisor, is_symmetric):
     odd = 2 * divisor + 1
     want = round(Fraction(code, odd) * Fraction(2) ** -shift)
     assert _rounded(code, shift, odd) == want
-    lines = Lines("s", Tables(), set(), [])
+    lines = Lines("s", Tables(), Helpers("s"), [])
     fmt = FixedPoint(12, 3, is_symmetric)
     term = Term("v", 3 + shift, (-abs(code),), (abs(code),))
     got = lines.rounded(term, fmt, "r", odd)
@@ -605,6 +606,52 @@ def test_constants_are_called_apart(name, tmp_path):
     operations = *network.operations, Constant(name, (), codes(4), fmt), total
     network = replace(network, operations=operations, values=values)
     assert_same(network, 8 * torch.randn(9, 6), tmp_path)
+
+
+@needs_gcc
+@pytest.mark.parametrize("are_small", [(), ("net",), ("net", "other")])
+def test_two_networks_are_one_translation_unit(digits, are_small, tmp_path):
+    """As of CMake's UNITY_BUILD: each gives its own codes, and what other files define is left as it was."""
+    _, first, x = digits()
+    second = network_of(
+        (1, 8, 8),
+        conv("c", "in", codes(4, 1, 3, 3), padding=(1, 1)),
+        Round("r", ("c",), FixedPoint(8, 4)),
+        conv("d", "r", codes(4, 4, 1, 1)),
+        AveragePool("a", ("d",), (3, 3), (1, 1), (0, 0), FixedPoint(9, 5)),
+        Round("s", ("a",), FixedPoint(9, 3)),
+    )
+    both = {"net": first, "other": second}
+    for name, network in both.items():
+        c.save(network, tmp_path / name)
+    included = "\n".join(f'#include "{name}.c"' for name in both)
+    ends = "\n".join(f"#ifdef {macro}\n#error\n#endif" for macro in ("ROW", "PIXELS"))
+    for name, network in both.items():
+        (tmp_path / "unity.c").write_text(f"{included}\n{ends}\n")
+        flags = [f"-D{small.upper()}_SMALL" for small in are_small]
+        flags = ("-O1", *compiler.SANITIZE, *flags, f"-D{name.upper()}_MAIN")
+        compiler.compile_program("gcc", tmp_path / "unity.c", tmp_path / "unity", flags)
+        got = compiler.run_program([str(tmp_path / "unity")], c.input_codes(network, x))
+        found = c.output_codes(network, c.write(network, name), got)
+        for label, want in integer.run_heads(network, x).items():
+            torch.testing.assert_close(found[label], want, rtol=0, atol=0)
+
+
+@needs_gcc
+def test_all_names_begin_with_that_of_the_file(digits, tmp_path):
+    c.save(digits()[1], tmp_path / "net.c")
+    for flags in ([], ["-DNET_SMALL"]):
+        words = ["gcc", "-c", *flags, str(tmp_path / "net.c"), "-o", str(tmp_path / "net.o")]
+        subprocess.run(words, check=True)
+        words = ["nm", str(tmp_path / "net.o")]
+        listed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        names = [line.split()[-1] for line in listed.splitlines()]
+        assert len(names) > 9
+        assert [name for name in names if not re.match("net_|_?mem(cpy|set)", name)] == []
+    code = (tmp_path / "net.c").read_text()
+    types = re.findall(r"^typedef \w+ (\w+)", code, flags=re.MULTILINE)
+    assert len(types) > 9
+    assert [name for name in types if not name.startswith("net_")] == []
 
 
 def average(name, x, kernel):

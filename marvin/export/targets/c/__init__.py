@@ -22,8 +22,8 @@ from marvin.export.graph.views import Reshape
 from marvin.export.targets.c.expand import expanded
 from marvin.export.targets.c.memory import Buffer, Memory, plan
 from marvin.export.targets.c.moves import is_known, write_copy, write_move
-from marvin.export.targets.c.rows import rows_text, scratch_text
-from marvin.export.targets.c.runtime import helpers
+from marvin.export.targets.c.rows import ROWS_END, rows_text, scratch_text
+from marvin.export.targets.c.runtime import Helpers
 from marvin.export.targets.c.schedule import ROWS, Step, input_of, schedule
 from marvin.export.targets.c.steps import needed_orders, write_step
 from marvin.export.targets.c.text import Facts, header, output_names, source
@@ -111,7 +111,7 @@ def write(network: Network, name: str = "network", *, nibbles: bool = False) -> 
     """
     if not name.isidentifier() or not name.isascii():
         raise ExportError(f"the name of a C file must be letters, digits and _, got {name!r:.80}")
-    first, tables, called = input_of(network), Tables(), set[str]()
+    first, tables, helpers = input_of(network), Tables(), Helpers(name)
     network = expanded(network)
     taken = _input(network, first)
     stored, places = _given(network, taken, (name, tables))
@@ -119,7 +119,7 @@ def write(network: Network, name: str = "network", *, nibbles: bool = False) -> 
     functions: list[Function] = []
     for step in schedule(network, given):
         functions += _functions(
-            network, step, stored, (name, tables, called), nibbles, len(functions)
+            network, step, stored, (name, tables, helpers), nibbles, len(functions)
         )
     outputs, names = dict[str, Stored](), output_names(network.outputs)
     for label, value in network.outputs.items():
@@ -129,13 +129,14 @@ def write(network: Network, name: str = "network", *, nibbles: bool = False) -> 
             functions.append(copied)
             ((value, outputs[label]),) = copied.outputs.items()
         places[value] = names[label]
-    memory, calls = _calls(functions, places)
+    memory, calls = _calls(name, functions, places)
     facts = Facts(name, taken, outputs, first.fmt if isinstance(first, Round) else None)
     rows: dict[str, int] = {}
     for needed in (s for function in functions for s in function.scratch if s.vectors):
         rows[needed.word] = max(needed.vectors, rows.get(needed.word, 0))
     texts = [text for text in (rows_text(name, rows), *tables.texts) if text]
-    code = source(facts, texts, helpers(called), functions, memory, calls)
+    code = source(facts, texts, helpers.text(), functions, memory, calls)
+    code += ROWS_END if rows else ""
     return Source(name, code, header(facts, memory), tables.size_bytes, memory, taken, outputs)
 
 
@@ -184,12 +185,12 @@ def _functions(
     network: Network,
     step: Step,
     stored: dict[str, Stored],
-    shared: tuple[str, Tables, set[str]],
+    shared: tuple[str, Tables, Helpers],
     nibbles: bool,
     number: int,
 ) -> list[Function]:
     """Return a step as a function, behind those that put its inputs in the order it takes."""
-    name, tables, called = shared
+    name, tables, helpers = shared
     found: list[Function] = []
     label = f"{name}_{{}}_{identifier(step.operations[0].name)}"
     if step.move is not None:
@@ -213,7 +214,7 @@ def _functions(
                 found.append(function)
                 own[source], moved[source] = next(iter(function.outputs.items()))
         last = write_step(
-            network, step, moved, (label.format(number + len(found)), tables, called), nibbles
+            network, step, moved, (label.format(number + len(found)), tables, helpers), nibbles
         )
         found.append(replace(last, inputs=[own[source] for source in step.inputs]))
     for function in found:
@@ -221,10 +222,13 @@ def _functions(
     return found
 
 
-def _calls(functions: Sequence[Function], places: Mapping[str, str]) -> tuple[Memory, list[str]]:
+def _calls(
+    prefix: str, functions: Sequence[Function], places: Mapping[str, str]
+) -> tuple[Memory, list[str]]:
     """Return the plan of memory, and the calls of all functions.
 
     Args:
+        prefix: Of all names.
         functions: In their order.
         places: Of values that lie elsewhere: the parameter that has them.
     """
@@ -244,17 +248,17 @@ def _calls(functions: Sequence[Function], places: Mapping[str, str]) -> tuple[Me
     calls = []
     for function, own in zip(functions, scratch, strict=True):
         names = *function.inputs, *function.outputs
-        found = [places[name] if name in places else _address(buffers[name]) for name in names]
+        found = [places[n] if n in places else _address(prefix, buffers[n]) for n in names]
         for needed, buffer in zip(function.scratch, own, strict=True):
-            address = _address(buffer) if needed.count else "NULL"
+            address = _address(prefix, buffer) if needed.count else "NULL"
             found.append(scratch_text(needed.word, address) if needed.vectors else address)
         calls.append(f"{function.name}({', '.join(found)});")
     return memory, calls
 
 
-def _address(buffer: Buffer) -> str:
+def _address(prefix: str, buffer: Buffer) -> str:
     bits = bits_of(buffer.word)
-    at = f"memory_{bits} + {buffer.offset}"
+    at = f"{prefix}_memory_{bits} + {buffer.offset}"
     return f"(uint{bits}_t *)({at})" if buffer.word.startswith("u") else at
 
 

@@ -74,13 +74,13 @@ def _rows_of_bytes(writer: Writer, op: Weighted, codes: Codes, term: Term) -> li
     So no loop waits for what the one before has just written, and weights are read once for some pixels.
     """
     x, shape = writer.stored[op.inputs[0]], writer.network.values[op.name].shape
-    (count, terms), word, is_conv = codes.shape, row_word(x), isinstance(op, Conv)
+    (count, terms), word, is_conv = codes.shape, row_word(writer.prefix, x), isinstance(op, Conv)
     groups, pixels = (op.groups, block_of(shape)) if isinstance(op, Conv) else (1, 0)
     place, many = _in_place(writer, op, x, "(start + p)"), max(pixels, 1)
     rows = writer.needs_rows(
         word, x.word, 0 if place else groups * terms, many * longest(terms, groups)
     )
-    sums = writer.needs_rows("row_sum", "int32_t", count, many * count)
+    sums = writer.needs_rows(f"{writer.prefix}_row_sum", "int32_t", count, many * count)
     row = f"{rows} + p * {groups} * ROW({terms})" if is_conv else rows
     before = [f"{word} *restrict window = {row};"]
     if groups > 1:
@@ -98,7 +98,7 @@ def _rows_of_bytes(writer: Writer, op: Weighted, codes: Codes, term: Term) -> li
         before = ["#ifdef ROWS_ARE_VECTORS", *before, "#else", unused, "#endif"]
     own = f"{sums}[p * {count} + c" if is_conv else f"{sums}[c"
     names = f"{writer.lines.name}_weight", own
-    dots = products(writer.lines.tables, codes, names, (x, count // groups), (read, pixels))
+    dots = products(writer.lines.tables, codes, names, (word, count // groups), (read, pixels))
     after = [
         *([f"const size_t pixel = y * {shape[-1]} + start + p;"] if is_conv else []),
         f"{loop('c', count)} {{",
@@ -208,7 +208,7 @@ def _under_kernel(writer: Writer, op: Conv, x: Stored, *, is_row: bool = False) 
     at = window_of(op, x)
     channels, _, width = at.shape
     each, terms = channels // op.groups, prod(op.weight.shape[1:])
-    word, row = (row_word(x), f"ROW({terms})") if is_row else (x.word, f"{terms}")
+    word, row = (row_word(writer.prefix, x), f"ROW({terms})") if is_row else (x.word, f"{terms}")
     source = f"{writer.source(op.inputs[0])} + (yy * {width} + xx) * {channels}"
     to = "to"
     if op.groups > 1:

@@ -11,6 +11,7 @@ from marvin.export.targets.c.values import Shape, Stored
 from marvin.export.targets.c.words import Tables, loop
 
 __all__ = [
+    "ROWS_END",
     "VECTOR",
     "block_of",
     "copy_of",
@@ -32,14 +33,14 @@ _TOP = """\
 /* Rows of codes are multiplied with rows of weights. With vectors, rows are whole vectors, those of some pixels
  * are made before they are multiplied, and codes have 16 bits where no instruction multiplies bytes. Compile with
  * -D{upper}_SMALL for less memory. */
-typedef int32_t row_sum;
+typedef int32_t {name}_row_sum;
 #if defined({upper}_SMALL) || !(defined(__SSE2__) || defined(__ARM_NEON))
 #define ROW(codes) (codes)
 #define PIXELS(some) 1
-typedef uint8_t row_u8;
-typedef int8_t row_i8;
-typedef int8_t weight_u8;
-typedef int8_t weight_i8;
+typedef uint8_t {name}_row_u8;
+typedef int8_t {name}_row_i8;
+typedef int8_t {name}_weight_u8;
+typedef int8_t {name}_weight_i8;
 #define MEMORY_OR_ROWS_U8(memory) (memory)
 #define MEMORY_OR_ROWS_I8(memory) (memory)
 #define MEMORY_OR_ROWS_SUM(memory) (memory)
@@ -50,40 +51,51 @@ typedef int8_t weight_i8;
 #if defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
 #define ROWS_ARE_BYTES
 #include <string.h>
-typedef uint8_t row_u8;
-typedef int8_t weight_u8;
+typedef uint8_t {name}_row_u8;
+typedef int8_t {name}_weight_u8;
 #else
-typedef int16_t row_u8;
-typedef int16_t weight_u8;
+typedef int16_t {name}_row_u8;
+typedef int16_t {name}_weight_u8;
 #endif
-typedef int16_t row_i8;
-typedef int16_t weight_i8;
+typedef int16_t {name}_row_i8;
+typedef int16_t {name}_weight_i8;
 {arrays}
 #endif
 {copies}"""
 
 _COPY = {
     "i8": """
-static inline void copy_i8(row_i8 *restrict to, const int8_t *restrict codes, size_t count)
-{
-    for (size_t k = 0; k < count; k++) {
+static inline void {name}_copy_i8({name}_row_i8 *restrict to, const int8_t *restrict codes, size_t count)
+{{
+    for (size_t k = 0; k < count; k++) {{
         to[k] = codes[k];
-    }
-}
+    }}
+}}
 """,
     "u8": """
-static inline void copy_u8(row_u8 *restrict to, const uint8_t *restrict codes, size_t count)
-{
+static inline void {name}_copy_u8({name}_row_u8 *restrict to, const uint8_t *restrict codes, size_t count)
+{{
 #ifdef ROWS_ARE_BYTES
     memcpy(to, codes, count);
 #else
-    for (size_t k = 0; k < count; k++) {
+    for (size_t k = 0; k < count; k++) {{
         to[k] = codes[k];
-    }
+    }}
 #endif
-}
+}}
 """,
 }
+
+ROWS_END = """
+#undef ROW
+#undef PIXELS
+#undef ROWS_ARE_VECTORS
+#undef ROWS_ARE_BYTES
+#undef MEMORY_OR_ROWS_U8
+#undef MEMORY_OR_ROWS_I8
+#undef MEMORY_OR_ROWS_SUM
+"""
+"""What stands behind everything, so that other files can be compiled together with this one."""
 
 
 def rows_text(name: str, counts: dict[str, int]) -> str:
@@ -97,13 +109,14 @@ def rows_text(name: str, counts: dict[str, int]) -> str:
         return ""
     arrays = []
     for word, count in counts.items():
-        kind = word.removeprefix("row_")
-        arrays.append(f"static {word} rows_{kind}[{count}];")
-        arrays.append(
-            f"#define MEMORY_OR_ROWS_{kind.upper()}(memory) ((void)(memory), rows_{kind})"
-        )
-    copies = "".join(text for kind, text in _COPY.items() if f"row_{kind}" in counts)
+        kind = _kind(word)
+        array = f"{name}_rows_{kind}"
+        arrays.append(f"static {word} {array}[{count}];")
+        arrays.append(f"#define MEMORY_OR_ROWS_{kind.upper()}(memory) ((void)(memory), {array})")
+    kinds = {_kind(word) for word in counts}
+    copies = "".join(text.format(name=name) for kind, text in _COPY.items() if kind in kinds)
     return _TOP.format(
+        name=name,
         upper=name.upper(),
         more=VECTOR - 1,
         vector=VECTOR,
@@ -114,17 +127,28 @@ def rows_text(name: str, counts: dict[str, int]) -> str:
 
 def scratch_text(word: str, memory: str) -> str:
     """Return the argument for memory of rows: in the memory of all, or of their own."""
-    return f"MEMORY_OR_ROWS_{word.removeprefix('row_').upper()}({memory})"
+    return f"MEMORY_OR_ROWS_{_kind(word).upper()}({memory})"
 
 
-def row_word(x: Stored) -> str:
-    """Return the type of rows of a value's codes."""
-    return "row_u8" if x.word == "uint8_t" else "row_i8"
+def _kind(word: str) -> str:
+    """Return ``u8``, ``i8`` or ``sum`` of the type of a row."""
+    return word.rpartition("_")[2]
+
+
+def row_word(prefix: str, x: Stored) -> str:
+    """Return the type of rows of a value's codes, by the prefix of all names."""
+    return f"{prefix}_row_{'u8' if x.word == 'uint8_t' else 'i8'}"
 
 
 def copy_of(word: str) -> str:
     """Return the function that makes rows of a type of a value's codes."""
-    return word.replace("row", "copy")
+    return _sibling(word, "copy")
+
+
+def _sibling(word: str, what: str) -> str:
+    """Return a name that goes with the type of a row."""
+    prefix, _, kind = word.rpartition("_row_")
+    return f"{prefix}_{what}_{kind}"
 
 
 def is_row(x: Stored, codes: Codes, word: str) -> bool:
@@ -137,7 +161,7 @@ def products(
     tables: Tables,
     codes: Codes,
     names: tuple[str, str],
-    given: tuple[Stored, int],
+    given: tuple[str, int],
     rows: tuple[list[str], int],
 ) -> list[str]:
     """Return the loops that give sums of products, and define the weights.
@@ -146,12 +170,12 @@ def products(
         tables: For the weights.
         codes: Weights, shape ``(outputs, codes of a row)``.
         names: Of the weights, and of the sum of output ``c``, without its last bracket.
-        given: What comes in, and how many outputs share a row.
+        given: Type of the row, and how many outputs share a row.
         rows: The code that defines ``row``, and how many pixels have one: see ``over_block``.
     """
-    (name, sums), (x, each), (row, pixels) = names, given, rows
+    (name, sums), (word, each), (row, pixels) = names, given, rows
     count, terms = codes.shape
-    kind = row_word(x).replace("row", "weight")
+    kind = _sibling(word, "weight")
     name = tables.add_rows(name, codes.tolist(), kind)
     own = range(gcd(_SIDE, each))
     dots = [

@@ -1,10 +1,12 @@
 """The C functions that steps call: written out only where they are called."""
 
-__all__ = ["helpers"]
+from dataclasses import dataclass, field
+
+__all__ = ["Helpers"]
 
 _SHIFT = """\
 /* x / 2^shift to the nearest integer, ties to even; shift is 1 or more */
-static inline {word} shift_{name}({word} x, int shift)
+static inline {word} {name}({word} x, int shift)
 {{
     const {word} half = ({word})1 << (shift - 1);
     return (x + (half - 1) + ((x >> shift) & 1)) >> shift;
@@ -12,7 +14,7 @@ static inline {word} shift_{name}({word} x, int shift)
 """
 _DIVIDE = """\
 /* x / divisor to the nearest integer, ties to even; divisor is 1 or more */
-static inline {word} divide_{name}({word} x, {word} divisor)
+static inline {word} {name}({word} x, {word} divisor)
 {{
     {word} quotient = x / divisor;
     {word} rest = x % divisor;
@@ -25,14 +27,14 @@ static inline {word} divide_{name}({word} x, {word} divisor)
 }}
 """
 _CLIP = """\
-static inline {word} clip_{name}({word} x, {word} low, {word} high)
+static inline {word} {name}({word} x, {word} low, {word} high)
 {{
     return x < low ? low : x > high ? high : x;
 }}
 """
 _ROOT = """\
 /* the largest number whose square is not larger than x, which is below 2^62 */
-static inline {word} root_{name}({word} x)
+static inline {word} {name}({word} x)
 {{
     {word} root = 0;
     for ({word} bit = ({word})1 << 30; bit != 0; bit >>= 1) {{
@@ -47,11 +49,28 @@ static inline {word} root_{name}({word} x)
 _SOURCES = {"shift": _SHIFT, "divide": _DIVIDE, "clip": _CLIP, "root": _ROOT}
 
 
-def helpers(names: set[str]) -> str:
-    """Return the definitions of functions, such as ``shift_int32``."""
-    found = []
-    for kind, source in _SOURCES.items():
-        for name in ("int32", "int64"):
-            if f"{kind}_{name}" in names:
-                found.append(source.format(word=f"{name}_t", name=name))
-    return "\n".join(found)
+@dataclass(frozen=True)
+class Helpers:
+    """The functions that steps of a file call.
+
+    Args:
+        prefix: Of all names of the file.
+        called: Kind and type of each function that is called.
+    """
+
+    prefix: str
+    called: set[tuple[str, str]] = field(default_factory=set)
+
+    def call(self, kind: str, word: str) -> str:
+        """Return the name of a function, such as that of ``"shift"`` for ``"int32_t"``: the file has it from now on."""
+        self.called.add((kind, word))
+        return f"{self.prefix}_{kind}_{word.removesuffix('_t')}"
+
+    def text(self) -> str:
+        """Return the definitions of what is called."""
+        found = []
+        for kind, source in _SOURCES.items():
+            for word in ("int32_t", "int64_t"):
+                if (kind, word) in self.called:
+                    found.append(source.format(word=word, name=self.call(kind, word)))
+        return "\n".join(found)

@@ -7,6 +7,7 @@ from marvin.export.execute.arithmetic import Codes
 from marvin.export.graph.nodes import AveragePool, Linear, MaxPool, Network, Weighted
 from marvin.export.graph.transformers import Embedding, MatMul, Norm, Softmax
 from marvin.export.targets.c.layers import weighted
+from marvin.export.targets.c.runtime import Helpers
 from marvin.export.targets.c.schedule import ROWS, Step, orders_of
 from marvin.export.targets.c.terms import Lines
 from marvin.export.targets.c.transformers import embedding, matmul, norm, softmax
@@ -47,7 +48,7 @@ def write_step(
     network: Network,
     step: Step,
     stored: Mapping[str, Stored],
-    shared: tuple[str, Tables, set[str]],
+    shared: tuple[str, Tables, Helpers],
     nibbles: bool,
 ) -> Function:
     """Return a step as a C function.
@@ -56,14 +57,14 @@ def write_step(
         network: Of the step.
         step: What is computed.
         stored: Values that are there already.
-        shared: Name of the function, the tables of the file, and the helpers it calls.
+        shared: Name of the function, the tables of the file, and its helpers.
         nibbles: Whether weights of 4 bits are two to a byte.
 
     Raises:
         ExportError: It needs more than 64 bits.
     """
-    name, tables, called = shared
-    writer = Writer(network, step, stored, Lines(name, tables, called, []), nibbles)
+    name, tables, helpers = shared
+    writer = Writer(network, step, stored, Lines(name, tables, helpers, []), nibbles)
     head = step.head
     body = _each(writer) if head is None else _HEADS[type(head)](writer, head)
     parameters = [f"const {stored[n].word} *restrict x{i}" for i, n in enumerate(step.inputs)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.execute.arithmetic import trailing_zeros
+from marvin.export.targets.c.runtime import Helpers
 from marvin.export.targets.c.words import Tables, bits_of, computing, literal
 
 __all__ = ["Lines", "Term"]
@@ -96,13 +97,13 @@ class Lines:
     Args:
         name: Of the step, in C.
         tables: Constants go there.
-        helpers: Names of functions that are called.
+        helpers: Functions that are called.
         lines: Of C.
     """
 
     name: str
     tables: Tables
-    helpers: set[str]
+    helpers: Helpers
     lines: list[str]
     count: int = 0
 
@@ -180,8 +181,7 @@ class Lines:
         word, text = term.word, term.text
         if low < least or high > most:
             word = computing("a bound", max(-low, high, -least, most))
-            helper = f"clip_{word.removesuffix('_t')}"
-            self.helpers.add(helper)
+            helper = self.helpers.call("clip", word)
             text = f"{helper}({term.narrow(word)}, {literal(least)}, {literal(most)})"
             low, high = (min(max(end, least), most) for end in (low, high))
         return self.new(word, text, term.fl, low, high)
@@ -197,12 +197,10 @@ class Lines:
             return "int32_t", f"0 * {term.narrow('int32_t')}"
         if odd == 1:
             word = computing(where, largest + (1 << shift))
-            helper = f"shift_{word.removesuffix('_t')}"
-            self.helpers.add(helper)
+            helper = self.helpers.call("shift", word)
             return word, f"{helper}({term.narrow(word)}, {shift})"
         word = computing(where, max(2 * largest * left, 2 * divisor))
-        helper = f"divide_{word.removesuffix('_t')}"
-        self.helpers.add(helper)
+        helper = self.helpers.call("divide", word)
         product = term.narrow(word) if left == 1 else f"{term.wide(word)} * {literal(left)}"
         return word, f"{helper}({product}, {literal(divisor)})"
 

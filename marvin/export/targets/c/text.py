@@ -217,7 +217,7 @@ def _parameters(facts: Facts) -> str:
 def source(
     facts: Facts,
     tables: Sequence[str],
-    called: str,
+    helpers: str,
     functions: Sequence[Function],
     memory: Memory,
     calls: Sequence[str],
@@ -225,12 +225,12 @@ def source(
     """Return the C file."""
     name, fmt, outputs = facts.name, facts.fmt, _outputs(facts)
     prints = [_PRINT.format(own=own, count=_count(facts, own)) for i, own in enumerate(outputs)]
-    arrays = [f"static int{bits}_t memory_{bits}[{n}];" for bits, n in memory.counts.items()]
+    arrays = [f"static int{bits}_t {name}_memory_{bits}[{n}];" for bits, n in memory.counts.items()]
     parts = [
         _TOP.format(name=name, upper=name.upper()),
         "\n".join(tables),
         "\n".join(arrays),
-        called,
+        helpers,
         "\n".join(function.text for function in functions),
         _RUN.format(
             name=name,

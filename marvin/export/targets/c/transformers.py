@@ -54,7 +54,7 @@ def norm(writer: Writer, op: Norm) -> list[str]:
     minus = " - total * total" if op.is_centered else ""
     variance = f"({count} * squares{minus} + {literal(op.epsilon)})"
     point = op.fmt.fl - op.gain_fmt.fl
-    lines.helpers |= {"root_int64", "divide_int64"}
+    divide, square_root = (lines.helpers.call(kind, "int64_t") for kind in ("divide", "root"))
     term = lines.clipped(
         Term("quotient", op.fmt.fl, (-_ANY,), (_ANY,), word="int64_t"),
         op.fmt.min_code,
@@ -68,11 +68,11 @@ def norm(writer: Writer, op: Norm) -> list[str]:
         f"const int64_t code = {code};",
         *(["total += code;"] if op.is_centered else []),
         "squares += code * code;", "}",
-        f"int64_t root = root_int64({variance} * {literal(1 << 2 * op.precision)});",
+        f"int64_t root = {square_root}({variance} * {literal(1 << 2 * op.precision)});",
         "root += root == 0;",
         f"{loop('k', count)} {{",
         f"const size_t i = r * {count} + k;",
-        f"const int64_t quotient = divide_int64(({top}){_times(point)}, root{_times(-point)});",
+        f"const int64_t quotient = {divide}(({top}){_times(point)}, root{_times(-point)});",
         *results(writer, op, term), "}", "}",
     ]  # fmt: skip
 
@@ -99,8 +99,7 @@ def softmax(writer: Writer, op: Softmax) -> list[str]:
     seen = ([f"if ({' && '.join(sees)}) {{"], ["}"]) if sees else ([], [])
     read = f"({code})row[k]{_scale(x, op.source_fl)}"
     place, last = _shortened(f"top - {read}", op.shift), len(op.codes) - 1
-    divide = f"divide_{total.removesuffix('_t')}"
-    lines.helpers.add(divide)
+    divide = lines.helpers.call("divide", total)
     high = largest << max(0, op.fmt.fl)
     term = Term("quotient", op.fmt.fl, (0,), (high,), word=total)
     term = lines.clipped(term, op.fmt.min_code, op.fmt.max_code)

@@ -41,6 +41,11 @@ class Writer:
     scratch: list[Scratch] = field(default_factory=list)
     others: dict[str, tuple[str, Stored]] = field(default_factory=dict)
 
+    @property
+    def prefix(self) -> str:
+        """Of all names of the file."""
+        return self.lines.helpers.prefix
+
     def needs(self, word: str, count: int) -> str:
         """Return the parameter for memory of some integers."""
         return self.needs_rows(word, word, count, 0)
