@@ -35,17 +35,25 @@ __all__ = ["first_value", "shape_of", "value_of"]
 
 _ALL = 64  # what divides 0
 _INT64_BITS = 61  # with one bit to spare: rounding doubles rests
+_FLOAT64_BITS = 1023  # of numbers, and of their lsb: the integer reference gives float64
 
 
 def value_of(op: Operation, inputs: Sequence[Value]) -> Value:
     """Return the value of an operation on inputs of these values.
 
     Raises:
-        ExportError: Integers of 64 bits do not hold the sums of a norm or of softmax; or the operation is
-            none on such inputs.
+        ExportError: Integers of 64 bits do not hold the sums of a norm or of softmax, or float64 no codes of
+            this length; or the operation is none on such inputs.
     """
     shape = shape_of(op, *(v.shape for v in inputs))
-    return _VALUES[type(op)](op, shape, *inputs)
+    value = _VALUES[type(op)](op, shape, *inputs)
+    bits = max(value.bits, value.magnitude.bit_length() + 1)
+    if max(bits, abs(value.fl)) > _FLOAT64_BITS:
+        raise ExportError(
+            f"{op.name}: codes must take {_FLOAT64_BITS} bits at most, with an fl no farther from 0, got {bits} bits, "
+            f"fl={value.fl}: round what it takes"
+        )
+    return value
 
 
 def first_value(op: Round | Embedding, shape: tuple[int, ...]) -> Value:
@@ -168,9 +176,7 @@ def _relu(_op: Relu, shape: tuple[int, ...], x: Value) -> Value:
 
 
 def _same(_op: Operation, shape: tuple[int, ...], x: Value) -> Value:
-    each = shape[0] // max(1, len(x.channels))  # of a flattened image, its pixels
-    channels = tuple(c for c in x.channels for _ in range(each))
-    return Value(shape, x.fl, x.low, x.high, max(abs(x.low), abs(x.high)), channels=channels)
+    return Value(shape, x.fl, x.low, x.high, max(abs(x.low), abs(x.high)), channels=x.channels)
 
 
 def _mul(_op: Mul, shape: tuple[int, ...], x: Value, y: Value) -> Value:

@@ -231,8 +231,8 @@ class Value:
         high: Largest code.
         magnitude: Bound of every code and of every partial sum that leads to it, in any order.
         terms: Products summed for one code; 1 where nothing is summed.
-        channels: Of the first dimension, where weights have an ``fl`` for each channel; else
-            nothing is known of them.
+        channels: Of the first dimension, where weights have an ``fl`` for each channel; of a
+            flattened image, whose pixels share them, as many as the image has. Else nothing is known of them.
     """
 
     shape: tuple[int, ...]
@@ -261,7 +261,7 @@ class Value:
     def channel(self, index: int) -> Channel:
         """Return what the codes of one channel can be."""
         if self.channels:
-            return self.channels[index]
+            return self.channels[index * len(self.channels) // self.channel_count]
         return Channel(self.low, self.high, self.magnitude)
 
     def is_in(self, fmt: FixedPoint) -> bool:

@@ -136,5 +136,5 @@ def zeros_of(x: Value, spare: Tensor, finer: int) -> Tensor:
     """
     if not x.channels:
         return torch.zeros_like(spare)
-    zeros = torch.tensor([channel.trailing_zeros for channel in x.channels])
+    zeros = torch.tensor([x.channel(i).trailing_zeros for i in range(x.channel_count)])
     return (zeros - spare + finer).clamp(min=0)

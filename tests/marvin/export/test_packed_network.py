@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import importlib.util
+import itertools
 import json
 import random
 import subprocess
@@ -18,7 +19,7 @@ from torch import nn
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat
 from marvin.export import ExportError, describe, integer, packed, round_sums
-from marvin.export.graph import functions, nodes, transformers
+from marvin.export.graph import bounds, functions, nodes, transformers
 from marvin.export.graph.nodes import Weighted
 from marvin.export.targets import packed_network, safetensors
 
@@ -321,6 +322,51 @@ def test_each_wrong_field_of_a_network_is_named(change, message, digits):
     change(fields)
     with pytest.raises(ExportError, match=message):
         packed.from_bytes(written(fields, tensors))
+
+
+@pytest.mark.parametrize("is_zero", [False, True])
+def test_products_that_no_float_holds_are_refused(is_zero, digits):
+    """Forty squares of squares would take 2**40 times as many bits; of zeros, the binary point alone is as long."""
+    fields, tensors = content(digits()[1])
+    entries = fields["network"]["operations"]
+    if is_zero:
+        last = {key: entries[-1][key] for key in ("name", "shape", "fl", "bits")}
+        zeros = {"kind": "Clip", "name": "zeros", "inputs": [last["name"]], "low": 0, "high": 0}
+        entries.append(last | zeros | {"source_fl": last["fl"]})
+    last = entries[-1]
+    name, fl, bits = last["name"], last["fl"], last["bits"]
+    for i in range(40):
+        fl, bits, inputs = 2 * fl, 2 * bits, [name, name]
+        name = f"m{i}"
+        more = {"kind": "Mul", "name": name, "inputs": inputs, "fl": fl, "bits": bits}
+        entries.append(more | {"shape": last["shape"]})
+    with pytest.raises(
+        ExportError, match=r"m\d: codes must take 1023 bits at most, .*: round what"
+    ):
+        packed.from_bytes(written(fields, tensors))
+
+
+def test_pixels_share_what_is_known_of_their_channel():
+    """A small file has an image of many pixels, and may do much with it."""
+    fmt, by_channel, side = FixedPoint(8, 4), ChannelFormat(FixedPoint(8, 5), (0, 2)), 5601
+    weight = torch.tensor([64, 3]).view(2, 1, 1, 1)  # 16 and 3 at the fl of their own
+    options = (1, 1), (2800, 2800), (1, 1), 1
+    conv = nodes.Conv(
+        "c", ("in",), weight, by_channel.whole(), None, fmt, *options, per_channel=by_channel
+    )
+    operations = [nodes.Round("in", ("x",), fmt), conv, nodes.Flatten("f", ("c",))]
+    names = ["f", *(f"r{i}" for i in range(40))]
+    operations += [nodes.Relu(new, (old,)) for old, new in itertools.pairwise(names)]
+    values = {"in": bounds.first_value(operations[0], (1, 1, 1))}
+    for op in operations[1:]:
+        values[op.name] = bounds.value_of(op, [values[name] for name in op.inputs])
+    network = nodes.Network((nodes.Input("x", (), (1, 1, 1)), *operations), values, "trained")
+    loaded = packed.from_bytes(packed.to_bytes(packed.pack_network(network))).network
+    last = loaded.values["r39"]
+    assert last.shape == (2 * side * side,)
+    assert max(len(value.channels) for value in loaded.values.values()) == 2
+    found = [last.channel(index) for index in (0, side * side - 1, side * side, last.shape[0] - 1)]
+    assert [(c.high, c.trailing_zeros) for c in found] == [(64 * 127, 2)] * 2 + [(3 * 127, 0)] * 2
 
 
 def test_products_of_values_of_other_dimensions_are_refused(make):
