@@ -4,8 +4,12 @@ import torch
 from torch import Tensor, nn
 
 from marvin.export.errors import ExportError
+from marvin.export.execute.integer import check_numbers, check_samples
 from marvin.export.execute.simulate import simulate
+from marvin.export.execute.transformers import check_indices
 from marvin.export.graph.nodes import Network, check_network
+from marvin.export.graph.transformers import Embedding
+from marvin.settings import is_traced
 
 __all__ = ["ExactModule", "exact_module"]
 
@@ -28,10 +32,28 @@ class ExactModule(nn.Module):
 
         Args:
             x: Samples, shape ``(n, *network.input.shape)``, float32; int64 where they are indices.
+
+        Raises:
+            ExportError: ``x`` has another shape, or holds a NaN or what is no index. What ``torch.compile``,
+                ``torch.export`` or ``torch.jit`` makes of the module does not look.
+            TypeError: ``x`` is not a tensor.
         """
+        if not is_traced():
+            self._check(x)
         values = simulate(self.network, x, dtype=torch.float64)
         found = {label: values[name] for label, name in self.network.outputs.items()}
         return found if self.network.heads else found["output"]
+
+    def _check(self, x: Tensor) -> None:
+        """Refuse what the integer reference refuses."""
+        check_samples(self.network, x)
+        if x.is_meta:  # has no values
+            return
+        for op in self.network.users[self.network.input.name]:
+            if isinstance(op, Embedding):
+                check_indices(op, x)
+            else:
+                check_numbers(x)
 
 
 def exact_module(network: Network) -> ExactModule:

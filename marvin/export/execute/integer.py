@@ -31,7 +31,7 @@ from marvin.export.graph.nodes import (
 from marvin.export.graph.transformers import Constant, Embedding, MatMul, Norm, Softmax
 from marvin.export.graph.views import Concat, Pad, Reshape, Slice, Transpose
 
-__all__ = ["encode_input", "run", "run_all", "run_heads"]
+__all__ = ["check_numbers", "check_samples", "encode_input", "run", "run_all", "run_heads"]
 
 _Parts = tuple[Codes, int]  # codes, and their ``fl``
 _CODES = 2**24  # that are there at one time: of as many samples as this allows
@@ -64,8 +64,7 @@ def run_heads(network: Network, x: Tensor) -> dict[str, Tensor]:
         ExportError: ``x`` has another shape, or holds a NaN.
         TypeError: ``x`` is not a tensor.
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"samples must be a tensor, got {type(x).__name__}")
+    check_samples(network, x)
     each = sum(math.prod(value.shape) for value in network.values.values())
     found: dict[str, list[Tensor]] = {label: [] for label in network.outputs}
     for part in x.split(max(1, _CODES // each)):
@@ -81,10 +80,9 @@ def run_all(network: Network, x: Tensor) -> dict[str, Codes]:
 
     Raises:
         ExportError: ``x`` has another shape, or holds a NaN.
+        TypeError: ``x`` is not a tensor.
     """
-    shape = network.input.shape
-    if tuple(x.shape[1:]) != shape:
-        raise ExportError(f"the input must have shape (n, {shape}), got {tuple(x.shape)}")
+    check_samples(network, x)
     found: dict[str, Codes] = {}
     for op in network.operations[1:]:
         if op.inputs == (network.input.name,):
@@ -100,15 +98,38 @@ def run_all(network: Network, x: Tensor) -> dict[str, Codes]:
     return found
 
 
+def check_samples(network: Network, x: object) -> None:
+    """Refuse what are no samples of a network.
+
+    Raises:
+        ExportError: ``x`` has another shape than ``(n, *network.input.shape)``.
+        TypeError: ``x`` is not a tensor.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"samples must be a tensor, got {type(x).__name__}")
+    shape = network.input.shape
+    if tuple(x.shape[1:]) != shape:
+        raise ExportError(f"the input must have shape (n, {shape}), got {tuple(x.shape)}")
+
+
+def check_numbers(x: Tensor) -> None:
+    """Refuse samples with a NaN.
+
+    Raises:
+        ExportError: There is one.
+    """
+    if x.isnan().any():
+        raise ExportError("the input must be numbers, got NaN")
+
+
 def encode_input(x: Tensor, fmt: FixedPoint) -> Codes:
     """Return the codes of float32 values: nearest, ties to even, saturating; int64.
 
     Raises:
         ExportError: There is a NaN.
     """
+    check_numbers(x)
     values = x.detach().cpu().double().numpy()
-    if np.isnan(values).any():
-        raise ExportError("the input must be numbers, got NaN")
     return np.clip(np.rint(values * fmt.scale), fmt.min_code, fmt.max_code).astype(np.int64)
 
 

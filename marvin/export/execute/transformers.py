@@ -8,7 +8,7 @@ from marvin.export.errors import ExportError
 from marvin.export.execute.arithmetic import Codes, magnitude
 from marvin.export.graph.transformers import Embedding, MatMul, Norm, Softmax
 
-__all__ = ["embed", "matmul", "norm", "softmax"]
+__all__ = ["check_indices", "embed", "matmul", "norm", "softmax"]
 
 _Parts = tuple[Codes, int]  # codes, and their ``fl``
 
@@ -19,13 +19,26 @@ def embed(op: Embedding, x: Tensor) -> Codes:
     Raises:
         ExportError: A number is no index of a row.
     """
-    indices, rows = x.detach().cpu().double().numpy(), len(op.weight)
-    is_row = (indices == np.floor(indices)) & (indices >= 0) & (indices < rows)
+    check_indices(op, x)
+    return op.weight.numpy()[x.detach().cpu().long().numpy()]
+
+
+def check_indices(op: Embedding, x: Tensor) -> None:
+    """Refuse what is no index of a row of a table.
+
+    Args:
+        op: Has the table.
+        x: Of any shape and dtype.
+
+    Raises:
+        ExportError: A number is none.
+    """
+    indices, rows = x.detach().double(), len(op.weight)
+    is_row = (indices == indices.floor()) & (indices >= 0) & (indices < rows)
     if not is_row.all():
         raise ExportError(
             f"{op.name} must take whole numbers from 0 to {rows - 1}, got {indices[~is_row][0]:g}"
         )
-    return op.weight.numpy()[indices.astype(np.int64)]
 
 
 def matmul(_op: MatMul, x: _Parts, y: _Parts) -> Codes:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from math import isqrt
 from pathlib import Path
 
@@ -854,6 +855,27 @@ def test_exact_modules_are_the_integers(tmp_path):
     long = describe(marvin.calibrate(wide, [x], bits=32), x)
     with pytest.raises(ExportError, match="sums must take 53 bits at most"):
         exact_module(long)
+
+
+def test_exact_modules_refuse_what_the_integers_refuse():
+    """Of a table -1 would be the last row; and NaN would be no place in the table of GELU."""
+    ids = torch.randint(0, 9, (4, 3))
+    text = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 3))
+    network = describe(marvin.calibrate(text, [ids]), ids)
+    wrong = [ids - 9, ids + 0.5, ids + 9, ids / torch.zeros(4, 3), ids[:, :2], ids[0], ids.tolist()]
+    x = torch.randn(4, 5)
+    for last in nn.ReLU(), nn.GELU():
+        numbers = describe(marvin.calibrate(nn.Sequential(nn.Linear(5, 3), last), [x]), x)
+        bad = x.index_fill(0, torch.tensor([2]), torch.nan)
+        for given, samples in [(network, w) for w in wrong] + [(numbers, bad), (numbers, x[:, :1])]:
+            for compute in (exact_module(given), partial(integer.run, given)):
+                with pytest.raises((ExportError, TypeError), match=r"must (take|be|have)"):
+                    compute(samples)
+        exact = exact_module(numbers)
+        assert torch.equal(torch.export.export(exact, (x,)).module()(x), exact(x))
+        assert torch.equal(torch.jit.trace(exact, (x,))(x), exact(x))
+        assert exact(x.to("meta")).shape == (4, 3)
+    assert torch.equal(exact_module(network)(ids.float()), integer.run(network, ids))
 
 
 def test_a_frozen_encoder_leaves_by_the_command(tmp_path, capsys):
