@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import random
+import re
 import subprocess
 import sys
 import typing
@@ -148,6 +149,18 @@ def test_the_readers_know_every_operation(reader):
         kind for kind in found if packed_network._KINDS[kind].__module__ != transformers.__name__
     }
     assert reader.KINDS.keys() == own  # the other reader's test has the others
+
+
+def test_the_page_has_every_operation_and_its_fields(reader):
+    page = (Path(__file__).parents[3] / "docs/packed.md").read_text()
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `")]
+    fields = {kind: row[1] for row in rows for kind in re.findall(r"`(\w+)`", row[0])}
+    assert packed_network._KINDS.keys() - fields.keys() == set()
+    assert reader.KINDS.keys() - fields.keys() == set()
+    for kind, table in packed_network._KINDS.items():
+        named = re.findall(r"`(\w+)`", fields[kind])
+        own = set(packed_network._own_fields(table))
+        assert set(named) - {"shape"} == own - {"shape"}, kind
 
 
 def test_the_reader_takes_each_weight_once(reader):

@@ -157,8 +157,9 @@ def test_any_shifts(shifts, wl, fl, seed):
     assert_exact(network, x, "float64")
     codes = integer.run_all(network, x)
     for op in network.operations[1:]:  # no code is where none can be
-        for i, channel in enumerate(network.values[op.name].channels):
-            found = codes[op.name][:, i]
+        value = network.values[op.name]
+        for i in range(value.channel_count if value.channels else 0):
+            channel, found = value.channel(i), codes[op.name][:, i]
             assert channel.low <= found.min() <= found.max() <= channel.high
             assert not (found % 2**channel.trailing_zeros).any()
     # float32 computes what is said to be exact, whichever order it sums in
