@@ -112,10 +112,8 @@ class Reads:
 
     def may_have(self, own: nn.Module, name: str) -> bool:
         """Say whether code may have read an attribute; that of classes that look for attributes in ways of their own may."""
-        others = set(type(own).__mro__) - {
-            nn.Module,
-            object,
-        }  # a module's, while another thread traces
+        # a module's own has another's trace meanwhile
+        others = set(type(own).__mro__) - {nn.Module, object}
         looks_itself = any("__getattribute__" in vars(c) for c in others)
         return looks_itself or not self._found.isdisjoint({(id(own), name), (id(own), _ALL)})
 
