@@ -348,7 +348,8 @@ def _built(module: nn.Module, traced: Traced, training: bool) -> GraphCode:
     for name, chain in named:
         own = TokenRun(module, chain, has_hooks) if training else TokenInference(module, chain)
         chains[name] = own
-    for i, chain in enumerate(traced.chains):
+    for i in reversed(range(len(traced.chains))):  # one may take what one before it makes
+        chain = traced.chains[i]
         name = f"chain_{i}"
         chains[name] = (ChainRun if training else InferenceRun)(module, chain)
         inside = [copies[node] for node in chain.replaced]

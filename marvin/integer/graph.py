@@ -31,6 +31,7 @@ from marvin.integer.nodes import (
     plain,
     pooling,
     repetition,
+    returned,
     zeros_around,
 )
 from marvin.integer.notes import Plain, is_all_noted
@@ -470,6 +471,8 @@ class _Search:
     ) -> None:
         self.module, self.graph, self.others = module, graph, others
         self.infers, self.is_exact = infers, is_exact
+        # what goes on from there is another chain, so that autograd adds up its gradient
+        self.ends = set() if infers else returned(graph, module)
         self.known: dict[fx.Node, _Sum | _Made] = {}
         self.found: list[Chain] = []
 
@@ -535,12 +538,12 @@ class _Search:
             return self._relu(node, source, _SIX if type(own) is nn.ReLU6 else None)
         is_same = type(own) is nn.Identity
         is_same |= type(own) is nn.Dropout and (own.p == 0 or self.infers)
-        if is_same and source in self.known:
-            if len(source.users) > 1:
-                self._settle(source)
-            self._join(node, self.known[source])
-            return True
-        return False
+        part = self._part(source) if is_same else None
+        if part is not None and len(source.users) > 1:
+            part = self._settle(source)
+        if part is not None:
+            self._join(node, part)
+        return part is not None
 
     def _convolution(self, node: fx.Node, source: fx.Node) -> bool:
         return self._layer(node, source, str(node.target))
@@ -667,9 +670,7 @@ class _Search:
         if not found:
             return False
         chain = found[0].chain
-        made = [
-            _Made(chain, INPUT) if own is chain.input else self.known.get(own) for own in sources
-        ]
+        made = [_Made(chain, INPUT) if own is chain.input else self._part(own) for own in sources]
         numbers = [
             own.number
             for own in made
@@ -683,11 +684,11 @@ class _Search:
         return True
 
     def _add(self, node: fx.Node) -> bool:
-        terms = [self.known.get(source) for source in node.all_input_nodes]
+        terms = [self._part(source) for source in node.all_input_nodes]
         for source, term in zip(node.all_input_nodes, terms, strict=True):
             if isinstance(term, _Sum) and (len(source.users) > 1 or not _is_layer(term)):
                 self._settle(source)
-        a, b = (self.known.get(source) for source in node.all_input_nodes)
+        a, b = (self._part(source) for source in node.all_input_nodes)
         if isinstance(b, _Sum) and not isinstance(a, _Sum):
             a, b = b, a
         a, b = (b, a) if a is None else (a, b)
@@ -712,11 +713,15 @@ class _Search:
             part.chain.modules.append(str(node.target))
 
     def _settle(self, node: fx.Node) -> _Made | None:
-        """Make a value of what a node has, if it is part of a chain."""
+        """Make a value of what a node has, if it is part of a chain; return it, if the chain may go on from there."""
         part = self.known.get(node)
         if isinstance(part, _Sum):
             part = self.known[node] = self._made(part, node)
-        return part
+        return None if node in self.ends else part
+
+    def _part(self, node: fx.Node) -> _Sum | _Made | None:
+        """Return what a node has, if it is part of a chain that may go on from there."""
+        return None if node in self.ends else self.known.get(node)
 
     def _made(
         self,

@@ -34,6 +34,7 @@ __all__ = [
     "plain",
     "pooling",
     "repetition",
+    "returned",
     "zeros_around",
 ]
 
@@ -53,6 +54,7 @@ _JOINS = torch.cat, torch.concat, torch.concatenate
 _MOST_TIMES = 32  # up to there, PyTorch's own float32 numbers of places are exact
 _FLATTENS = torch.flatten, "flatten"
 _VIEWS = torch.reshape, "reshape", "view"
+_OF_TORCH = "torch", "_operator", "math", "builtins"
 _COMPARED = operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge
 
 
@@ -150,6 +152,33 @@ def drop_assertions(graph: fx.Graph) -> None:
         is_unused = not node.users and (node.target in _COMPARED or _counts_dimensions(node))
         if is_unused or (node.target is ASSERT and _tests_dimensions(node.args[0])):
             graph.erase_node(node)
+
+
+def returned(graph: fx.Graph, module: nn.Module) -> set[fx.Node]:
+    """Return the nodes whose very tensors the caller of a module gets, and others take too: it may ask for their gradients.
+
+    Args:
+        graph: Of the module.
+        module: That was traced.
+    """
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or (node in found and _hands_on(node, module)):
+            found |= {*node.all_input_nodes}
+    return {node for node in found if len(node.users) > 1}
+
+
+def _hands_on(node: fx.Node, module: nn.Module) -> bool:
+    """Say whether a node may be the very tensor that it takes, or a record of some."""
+    if node.op == "call_module":
+        return isinstance(module.get_submodule(str(node.target)), nn.Identity | nn.Dropout)
+    if node.op == "call_method":
+        return node.target == "contiguous" or casts(node)
+    if node.op != "call_function":
+        return False
+    package = (getattr(node.target, "__module__", None) or "torch").partition(".")[0]
+    others = package not in _OF_TORCH  # functions of other packages may return what they take
+    return node.target is F.dropout or isinstance(node.target, type) or others
 
 
 def arguments_of(module: nn.Module) -> list[inspect.Parameter]:

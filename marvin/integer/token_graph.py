@@ -27,6 +27,7 @@ from marvin.integer.nodes import (
     curve_of,
     is_rms_norm,
     plain,
+    returned,
 )
 
 __all__ = ["Member", "RowNorm", "TokenChain", "find"]
@@ -191,6 +192,8 @@ class _Search:
         self.of_layers: dict[fx.Node, bool] = {}  # see _is_of_layer
         self.norms: dict[nn.Module, RowNorm | None] = {}
         self.order = {node: i for i, node in enumerate(graph.nodes)}
+        # what goes on from there is another chain, so that autograd adds up its gradient
+        self.ends = set() if infers else returned(graph, module)
 
     def chains(self) -> list[TokenChain]:
         for node in (n for n in self.graph.nodes if n not in self.others):
@@ -501,6 +504,7 @@ class _Search:
     def _roots(self) -> dict[fx.Node, fx.Node]:
         """Return for each member's node one that stands for its chain."""
         levels: dict[fx.Node, int] = {}
+        ends = {self._real(n) for n in self.ends}
         owner = {node: key for key, m in self.members.items() for node in m.nodes}
         for node in self.graph.nodes:
             own = self.members.get(owner[node]) if node in owner else None
@@ -508,7 +512,8 @@ class _Search:
             taken = {n for inner in nodes for n in inner.all_input_nodes} - set(nodes)
             passes = own is not None or node in self.same
             levels[node] = max(
-                (levels.get(n, 0) + (n in owner and not passes) for n in taken), default=0
+                (levels.get(n, 0) + (n in owner and (not passes or n in ends)) for n in taken),
+                default=0,
             )
             if node in self.same and self._real(node) in owner:
                 owner[node] = owner[self._real(node)]

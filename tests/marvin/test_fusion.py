@@ -2358,3 +2358,63 @@ def test_a_chain_that_is_interrupted_at_new_formats_takes_them(monkeypatch):
                     model(x)
         outputs.append(model(x).detach())
     assert torch.equal(*outputs)
+
+
+class Shows(nn.Module):
+    """Returns its logits, and a value in the middle if it is told to; see ``SHOWN``."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.Linear(16, 4)
+        self.norm, self.norm2 = nn.BatchNorm2d(16), nn.BatchNorm2d(16)
+        self.second = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+        self.same, self.middle, self.shows = nn.Identity(), middle, False
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.first(x)))
+        x, shown = self.middle(self, x)
+        y = self.last(x.mean((2, 3)))
+        return (y, shown) if self.shows else y
+
+
+def _second(model, x):
+    return F.relu(model.norm2(model.second(x)))
+
+
+def _sum(model, x):
+    return F.relu(model.norm2(model.second(x)) + x)
+
+
+def _side_by_side(model, x):
+    return torch.cat([model.second(x), x], 1)[:, :16]
+
+
+SHOWN = {
+    "plain": (lambda model, x: (_second(model, x), x), [1, 2]),
+    "goes past": (lambda model, x: (_sum(model, x), x), [1, 2]),
+    "side by side": (lambda model, x: (_side_by_side(model, x), x), [1]),
+    "largest": (lambda model, x: (F.relu(model.second(F.max_pool2d(x, 2))), x), [1, 2]),
+    "a module returns what it takes": (lambda model, x: (_second(model, x), model.same(x)), [1, 2]),
+    "a module takes it": (lambda model, x: (_second(model, model.same(x)), x), [1, 2]),
+    "a call returns what it takes": (lambda model, x: (_second(model, x), x.float()), [1, 2]),
+    "a record": (lambda model, x: (_second(model, x), {"value": x}), [1, 2]),
+    "the last": (lambda model, x: (x := _second(model, x), x), [2]),
+}
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_values_that_a_model_returns_have_whole_gradients(kind):
+    middle, layers = SHOWN[kind]
+    model, _ = make(model=Shows(middle), policy=marvin.StaticPolicy(8, 8))
+    model.shows = True
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    assert [len(chain.products) for chain in trace(model).chains] == layers
+    for alone in (True, False):
+        grads = []
+        for own in (model, twin):
+            y, shown = own(batch(3)[0])
+            shown = shown["value"] if isinstance(shown, dict) else shown
+            loss = y.square().sum() + (0 if alone else 1e-4 * shown.square().sum())
+            grads += torch.autograd.grad(loss, shown)
+        assert (grads[0] - grads[1]).norm() < 0.25 * grads[1].norm()  # noise of 8 bits

@@ -1508,3 +1508,43 @@ def test_hooks_that_give_back_something_else_are_refused(change):
         y = model(batch(1)[0])
     with pytest.raises(ValueError, match="hooks on saved tensors must give back what they got"):
         y.sum().backward()
+
+
+class Shows(Net):
+    """Returns its logits, and a value in the middle if it is told to."""
+
+    def __init__(self, shown):
+        super().__init__(Separate)
+        self.shown, self.shows = shown, False
+
+    def forward(self, x):
+        made = {"embedding": self.embed(x)}
+        block, x = self.blocks[0], made["embedding"]
+        made["norm"] = block.norm1(x)
+        x = x + block.attention(made["norm"])
+        made["layer"] = block.fc1(block.norm2(x))
+        made["curve"] = block.act(made["layer"])
+        made["sum"] = x + block.fc2(made["curve"])
+        y = self.fc(self.norm(self.blocks[1](made["sum"])).mean(1))
+        return (y, made[self.shown]) if self.shows else y
+
+
+SHOWN = {"embedding": [25], "norm": [4, 20], "layer": [9, 16], "curve": [10, 15], "sum": [12, 13]}
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+def test_values_that_a_model_returns_have_whole_gradients(shown):
+    model, twin, _ = twins(Shows(shown))
+    model.shows = twin.shows = True
+    x, y = batch(9, 32)
+    assert operations(model(x)[0]) == SHOWN[shown]
+    for alone in (True, False):
+        state_of(model).gradients = state_of(twin).gradients = 1000  # the same noise
+        grads = []
+        for own in (model, twin):
+            output, value = own(x)
+            loss = F.cross_entropy(output, y) + (0 if alone else 1e-3 * value.square().sum())
+            grads += torch.autograd.grad(loss, value)
+        assert (grads[0] - grads[1]).norm() < 0.05 * grads[
+            1
+        ].norm()  # bfloat16 moves codes of 8 bits
