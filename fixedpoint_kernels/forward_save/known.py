@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fixedpoint_kernels.few_bit.named import NAMES
 
@@ -82,9 +83,9 @@ def register(
 def known(module: nn.Module) -> Known | None:
     """Return what the class of a module does, or that of the base whose forward it has."""
     found = _lookup(type(module)) or _copied_norm(module)
-    if found is not None and found.kind == "rms_norm" and getattr(module, "weight", None) is None:
-        return None  # the class may do without
-    return found
+    if found is None or found.kind != "rms_norm" or is_parametrized(module, "weight"):
+        return found  # asking for a weight that is computed would compute it
+    return None if getattr(module, "weight", None) is None else found  # the class may do without
 
 
 _copied: WeakKeyDictionary[type[nn.Module], Known | None] = WeakKeyDictionary()

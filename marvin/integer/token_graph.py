@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fixedpoint_kernels._torch_private import tensor_of
 from fixedpoint_kernels.forward_save.known import known
@@ -580,8 +581,10 @@ def _row_norm(own: nn.Module) -> RowNorm | None:
         norm = RowNorm(own.normalized_shape[0], eps, type(own) is nn.LayerNorm)
         return norm if is_row else None
     found = known(own)
+    if found is None or not is_rms_norm(found) or is_parametrized(own):
+        return None
     weight = tensor_of(own, "weight")
-    if found is None or not is_rms_norm(found) or weight is None or weight.dim() != 1:
+    if weight is None or weight.dim() != 1:
         return None
     eps = getattr(own, found.eps, None)
     if not isinstance(eps, int | float):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import marvin
@@ -46,6 +47,53 @@ def net(seed=0):
         nn.Flatten(),
         nn.Linear(18, 4),
     )
+
+
+class Counting(nn.Module):
+    """A parametrisation that counts how often it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def forward(self, weight):
+        self.count += 1
+        return weight
+
+
+class OwnNorm(nn.Module):
+    """An RMS norm of a class of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(16)), 1e-5
+
+    def forward(self, x):
+        return F.rms_norm(x, (16,), self.weight, self.eps)
+
+
+forward_save.register(OwnNorm, "rms_norm")
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.Linear, nn.LayerNorm, OwnNorm])
+def test_converting_runs_no_parametrisation(kind):
+    """Spectral norm would move its power iteration."""
+    if kind is nn.Conv2d:
+        model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), *(nn.Conv2d(16, 16, 3) for _ in "ab"))
+        own = model[0]
+    else:
+        own = OwnNorm() if kind is OwnNorm else kind(16, *[16] * (kind is nn.Linear))
+        model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), own, nn.Linear(16, 16))
+    counting = Counting()
+    parametrize.register_parametrization(own, "weight", counting)
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.02)
+    optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(8, 8))
+    marvin.quantize_activations(model, optimizer)
+    counting.count = 0
+    convert(model)
+    report(model)
+    revert(model)
+    assert counting.count == 0
 
 
 def make(policy="budget", seed=0, **options):
