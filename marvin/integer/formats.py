@@ -1,6 +1,7 @@
 """Which formats a layer multiplies, and whether integer units hold them."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -224,12 +225,21 @@ def window_of(module: nn.Module) -> tuple[_Numbers, _Numbers, _Numbers] | str | 
         return None
     if module.padding_mode != "zeros":
         return f"its border is not 0, but padding_mode={module.padding_mode!r}"
+    sides = 1 if isinstance(module, nn.Conv1d) else 2
+    stride, dilation = _each(module.stride, sides), _each(module.dilation, sides)
     padding = module.padding
     if padding == "same":
-        reach = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        kernel = _each(module.kernel_size, sides)
+        reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         if any(r % 2 for r in reach):
             return "padding='same' of an even kernel pads one side more than the other"
         padding = tuple(r // 2 for r in reach)
     elif isinstance(padding, str):
-        padding = (0,) * len(module.stride)
-    return module.stride, padding, module.dilation
+        padding = (0,) * sides
+    return stride, _each(padding, sides), dilation
+
+
+def _each(numbers: int | Sequence[int], sides: int) -> _Numbers:
+    """Return a number for each side; somebody may set one for all, as PyTorch takes it."""
+    found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    return found * sides if len(found) == 1 else found

@@ -751,7 +751,7 @@ class _Search:
 
 
 def _sums_fit(own: nn.Conv2d) -> bool:
-    shape = own.out_channels, own.in_channels // own.groups, *own.kernel_size
+    shape = own.out_channels, own.in_channels // own.groups, *own.weight.shape[2:]
     return sums_fit(shape, own.groups, LONGEST)
 
 

@@ -356,8 +356,8 @@ def _times(size: object, factor: object, mode: object) -> tuple[int, int] | None
 def flattening(node: fx.Node, module: nn.Module) -> tuple[fx.Node, ...] | None:
     """Return the nodes that make (images, features) of images, which end with ``node``, or None.
 
-    ``x.view(-1, features)`` only says so where linear layers alone take it: then the shapes that
-    come tell whether it is the same.
+    ``x.view(-1, features)`` and ``x.view(len(x), features)`` only say so where linear layers alone take it:
+    then the shapes that come tell whether it is the same.
     """
     if node.op == "call_module":
         own = module.get_submodule(str(node.target))
@@ -378,12 +378,18 @@ def _viewed(node: fx.Node, sizes: Sequence[Any], module: nn.Module) -> tuple[fx.
     images, features = sizes
     if isinstance(features, fx.Node):
         return None
-    if isinstance(images, fx.Node):
-        before = _number_of_images(images, node)
-        return None if before is None else (*before, node)
+    if not isinstance(images, fx.Node):
+        return (node,) if images == -1 and _are_taken(node, features, module) else None
+    before = _number_of_images(images, node)
+    fits = features == -1 or _are_taken(node, features, module)
+    return (*before, node) if before is not None and fits else None
+
+
+def _are_taken(node: fx.Node, features: object, module: nn.Module) -> bool:
+    """Say whether linear layers of so many features, and nothing else, take what a node makes."""
     users = [module.get_submodule(str(n.target)) for n in node.users if n.op == "call_module"]
     fit = all(isinstance(own, IntegerLinear) and own.in_features == features for own in users)
-    return (node,) if images == -1 and fit and len(users) == len(node.users) else None
+    return fit and len(users) == len(node.users)
 
 
 def _number_of_images(size: fx.Node, user: fx.Node) -> tuple[fx.Node, ...] | None:

@@ -1712,6 +1712,7 @@ def test_the_policy_sees_the_shapes_of_layers():
         lambda x: x.reshape(x.shape[0], x.shape[1]),
         lambda x: x.reshape(8, -1),
         lambda x: x.reshape(-1, 80) + 1,
+        lambda x: x.view(x.size(0), 80),
     ],
 )
 def test_what_neither_averages_nor_flattens(call):
@@ -2418,3 +2419,52 @@ def test_values_that_a_model_returns_have_whole_gradients(kind):
             loss = y.square().sum() + (0 if alone else 1e-4 * shown.square().sum())
             grads += torch.autograd.grad(loss, shown)
         assert (grads[0] - grads[1]).norm() < 0.25 * grads[1].norm()  # noise of 8 bits
+
+
+def test_a_view_whose_features_an_image_does_not_have_is_an_error():
+    class Last(nn.Sequential):
+        def forward(self, x):
+            x = super().forward(x)
+            return x.view(x.size(0), 4 * 8 * 8)
+
+    model, _ = make(model=Last(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1)))
+    assert is_fused(model)
+    with pytest.raises(RuntimeError, match="invalid for input of size"):
+        model(torch.randn(8, 3, 10, 10))
+
+
+def test_linear_layers_tell_what_a_view_of_some_features_flattens():
+    class Between(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+            self.second, self.last = nn.Conv2d(8, 4, 1), nn.Linear(4 * 8 * 8, 4)
+
+        def forward(self, x):
+            x = F.relu(self.second(F.relu(self.norm(self.first(x)))))
+            return self.last(x.view(x.size(0), 4 * 8 * 8))
+
+    model, _ = make(model=Between())
+    assert [row.is_fused for row in report(model).rows] == [True] * 3
+    with pytest.raises(RuntimeError, match="invalid for input of size"):
+        model(torch.randn(8, 3, 10, 10))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    "numbers", [{"stride": 2}, {"padding": 2}, {"dilation": 2, "padding": [1]}], ids=str
+)
+def test_one_number_for_both_sides_of_a_window(numbers, fused):
+    c = nn.Conv2d
+    model, _ = make(model=nn.Sequential(c(3, 8, 3), nn.ReLU(), c(8, 4, 1)), fused=fused)
+    twin = copy.deepcopy(model)
+    for own, both in ((model, False), (twin, True)):
+        for name, number in numbers.items():
+            pair = (number, number) if isinstance(number, int) else tuple(number * 2)
+            setattr(own[0], name, pair if both else number)
+    x, _ = batch(3)
+    assert is_fused(model, x) is fused
+    same(model(x), twin(x))
+    with torch.no_grad():
+        same(model.eval()(x), twin.eval()(x))
+        same(marvin.freeze(model)(x), marvin.freeze(twin)(x))
