@@ -6,6 +6,7 @@ Each entry says which public way is missing. The tests name what is gone after a
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import wraps
 from operator import itemgetter
 from types import FunctionType
@@ -14,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.nn.functional as F
 import torch.optim.optimizer as torch_optimizer
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef as WeakStorage
@@ -76,6 +77,7 @@ __all__ = [
     "is_joining",
     "is_recomputed",
     "is_watched",
+    "keep_when_copied",
     "left_uncompiled",
     "mode_and_hooks",
     "own_forward_hooks",
@@ -288,6 +290,33 @@ def hooks_of(module: nn.Module, kind: type) -> list[Any]:
             if isinstance(own, kind):
                 found.append(own)
     return found
+
+
+def keep_when_copied(module: fx.GraphModule, kind: type, buffer: str) -> None:
+    """Let copies of a traced module have its hooks of a class around ``forward``, and a buffer, as those of other modules do.
+
+    ``fx.GraphModule`` leaves them out of copies. Each of these modules has a class of its own.
+    """
+    cls = type(module)
+    if "__deepcopy__" in vars(cls):
+        return
+    plain = cls.__deepcopy__
+
+    def copied(self: fx.GraphModule, memo: dict[int, Any]) -> fx.GraphModule:
+        new = plain(self, memo)
+        for key, hook in self._forward_pre_hooks.items():
+            if isinstance(hook, kind):
+                with_kwargs = key in self._forward_pre_hooks_with_kwargs
+                new.register_forward_pre_hook(deepcopy(hook, memo), with_kwargs=with_kwargs)
+        for hook in self._forward_hooks.values():
+            if isinstance(hook, kind):
+                new.register_forward_hook(deepcopy(hook, memo))
+        if buffer in self._buffers and buffer not in new._buffers:
+            new.register_buffer(buffer, deepcopy(self._buffers[buffer], memo))
+        keep_when_copied(new, kind, buffer)
+        return new
+
+    cls.__deepcopy__ = copied
 
 
 def remove_hooks(module: nn.Module, kind: type) -> None:

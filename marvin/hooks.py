@@ -4,11 +4,17 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.optim.optimizer import StateDict
 from torch.utils.hooks import RemovableHandle
 
-from fixedpoint_kernels._torch_private import exchange_hooks, hooks_of, put_before, remove_hooks
+from fixedpoint_kernels._torch_private import (
+    exchange_hooks,
+    hooks_of,
+    keep_when_copied,
+    put_before,
+    remove_hooks,
+)
 from fixedpoint_kernels.watch import OtherForward
 from marvin.model_formats import decode_formats
 from marvin.rounder import BUFFER, ForwardState, Rounder
@@ -74,6 +80,8 @@ class _Loading(_Hook):
 def hook(module: nn.Module, rounder: Rounder) -> None:
     """Let a module round by its formats, and save and load them with its state."""
     _keep_out_of_compilation()
+    if isinstance(module, fx.GraphModule):
+        keep_when_copied(module, Unscripted, BUFFER)
     module.register_forward_pre_hook(_Inputs(rounder), with_kwargs=True)
     module.register_forward_hook(_Outputs(rounder))
     module.register_load_state_dict_pre_hook(_Loading(rounder))

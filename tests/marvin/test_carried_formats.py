@@ -6,18 +6,20 @@ import pickle
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load, save
-from torch import nn
+from torch import fx, nn
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 
 import marvin
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat
+from marvin.hooks import rounders_of
 from marvin.rounder import BUFFER, formats_of
 
 FAST = {"lr": 0.05, "lookback": (2, 5), "resolution": (10, 20)}
@@ -600,3 +602,46 @@ def test_buffers_have_the_names_that_the_pages_tell():
         "fixed_point", "0.fixed_point", "1.fixed_point", "3.fixed_point", "4.fixed_point",
         "6.fixed_point",
     ]  # fmt: skip
+
+
+class ForgetsBuffers(fx.GraphModule):
+    """Copies without buffers of its own, as torchvision's feature extractors make them."""
+
+    def __deepcopy__(self, memo):
+        new = super().__deepcopy__(memo)
+        new._buffers.clear()
+        return new
+
+
+class Adds(nn.Module):
+    """With a parameter of its own, by which the model itself rounds."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias, self.conv = nn.Parameter(torch.randn(3, 6, 6)), nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        return self.conv(x + self.bias)
+
+
+@pytest.mark.parametrize("kind", [fx.GraphModule, ForgetsBuffers])
+@pytest.mark.parametrize("copied", [copy.deepcopy, marvin.freeze, lambda m: copy.deepcopy([m])[0]])
+def test_copies_of_traced_modules_round_and_load(copied, kind):
+    torch.manual_seed(0)
+    traced = fx.symbolic_trace(Adds())
+    model = kind(traced, traced.graph)
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.05)
+    marvin.quantize_activations(model, marvin.Quantized(sgd, marvin.StaticPolicy(8, 8)))
+    (rounder,) = rounders_of(model)
+    coarse = replace(rounder.formats(model), inputs=FixedPoint(3, 1))
+    rounder.write(model, coarse)
+    x, state = images(0), model.state_dict()
+    y = model.eval()(x)
+    rounder.write(model, replace(coarse, inputs=None))
+    assert not torch.equal(model(x), y)
+    rounder.write(model, coarse)
+    for own in (copied(model), copy.deepcopy(copied(model))):
+        assert torch.equal(own.eval()(x), y)
+        own.load_state_dict(state)
+        assert torch.equal(own(x), y)
+        assert formats_of(own)[""].inputs == FixedPoint(3, 1)
