@@ -302,7 +302,7 @@ def keep_when_copied(module: fx.GraphModule, kind: type, buffer: str) -> None:
         return
     plain = cls.__deepcopy__
 
-    def copied(self: fx.GraphModule, memo: dict[int, Any]) -> fx.GraphModule:
+    def copied(self: fx.GraphModule, memo: dict[int, object]) -> fx.GraphModule:
         new = plain(self, memo)
         for key, hook in self._forward_pre_hooks.items():
             if isinstance(hook, kind):
