@@ -81,6 +81,7 @@ __all__ = [
     "left_uncompiled",
     "mode_and_hooks",
     "own_forward_hooks",
+    "own_hooks",
     "padding_around",
     "put_before",
     "remove_hooks",
@@ -366,6 +367,23 @@ def own_forward_hooks(
 ) -> tuple[dict[int, Callable[..., object]], dict[int, Callable[..., object]]]:
     """Return the hooks before and after a module's ``forward``."""
     return module._forward_pre_hooks, module._forward_hooks
+
+
+_ALL_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def own_hooks(module: nn.Module) -> list[object]:
+    """Return all hooks of a module: around ``forward``, on gradients, and around its state."""
+    return [_unwrapped(hook) for name in _ALL_HOOKS for hook in getattr(module, name).values()]
 
 
 def global_backward_hooks() -> tuple[

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
-from fixedpoint_kernels._torch_private import own_forward_hooks
+from fixedpoint_kernels._torch_private import own_hooks
 from marvin.hooks import rounders_of
 from marvin.settings import check_model, check_uncompiled
 
@@ -67,16 +67,16 @@ def _check_untied(model: nn.Module) -> None:
 
 def _check_plain(module: nn.Module, name: str) -> None:
     """Refuse what a spelled module would lose."""
-    before, after = own_forward_hooks(module)
-    own = next(iter([*before.values(), *after.values()]), None)
-    if own is not None or "forward" in vars(module):
-        got = "a forward of its own" if own is None else f"the hook {own!r:.60}"
-        raise ValueError(f"{name!r} must be plain to be spelled, got {got}: it would be lost")
-    if is_parametrized(module) or is_parametrized(getattr(module, "out_proj", module)):
+    out = getattr(module, "out_proj", module)  # attention's, which is made anew
+    if is_parametrized(module) or is_parametrized(out):
         raise ValueError(
             f"{name!r} must have plain weights to be spelled, got parametrised ones: call "
             "torch.nn.utils.parametrize.remove_parametrizations first"
         )
+    own = next(iter([*own_hooks(module), *own_hooks(out)]), None)
+    if own is not None or "forward" in vars(module):
+        got = "a forward of its own" if own is None else f"the hook {own!r:.60}"
+        raise ValueError(f"{name!r} must be plain to be spelled, got {got}: it would be lost")
 
 
 def _spelled(module: nn.Module, name: str, done: dict[nn.Module, nn.Module]) -> nn.Module:

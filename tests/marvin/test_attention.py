@@ -58,11 +58,30 @@ def test_shared_parameters_stay_shared_or_are_refused():
     [
         (lambda m: m.a.register_forward_hook(lambda *_: None), "got the hook <function"),
         (lambda m: m.a.register_forward_pre_hook(lambda *_: None), "got the hook <function"),
+        (lambda m: m.a.register_full_backward_hook(lambda *_: None), "got the hook <function"),
+        (lambda m: m.a.register_full_backward_pre_hook(lambda *_: None), "got the hook <function"),
+        (lambda m: m.a.register_state_dict_pre_hook(lambda *_: None), "got the hook <function"),
+        (lambda m: m.a.register_state_dict_post_hook(lambda *_: None), "got the hook <function"),
+        (lambda m: m.a.register_load_state_dict_pre_hook(lambda *_: None), "got the hook <func"),
+        (lambda m: m.a.register_load_state_dict_post_hook(lambda *_: None), "got the hook <func"),
+        (lambda m: m.a.out_proj.register_state_dict_post_hook(lambda *_: None), "got the hook <f"),
         (lambda m: setattr(m.a, "forward", m.a.forward), "got a forward of its own"),
         (lambda m: parametrizations.weight_norm(m.a.out_proj), "got parametrised ones"),
         (lambda m: parametrizations.weight_norm(m.a, "in_proj_weight"), "got parametrised ones"),
     ],
-    ids=["hook", "pre-hook", "forward", "parametrised", "parametrised itself"],
+    ids=[
+        *(
+            "hook",
+            "pre-hook",
+            "backward",
+            "backward pre",
+            "state pre",
+            "state",
+            "loading",
+            "loaded",
+        ),
+        *("state of out_proj", "forward", "parametrised", "parametrised itself"),
+    ],
 )
 def test_what_a_spelled_module_would_lose_is_refused(change, message):
     model = Two()
