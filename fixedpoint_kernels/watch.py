@@ -1,9 +1,10 @@
 """Watch a model run: which module is running, what it calls, and what autograd saves."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from types import CodeType
+from functools import cache
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -12,7 +13,21 @@ from torch.overrides import TorchFunctionMode
 
 from fixedpoint_kernels._torch_private import storage_key
 
-__all__ = ["Caller", "OtherForward", "Running", "Storage", "Watch", "is_torchs", "stock_class"]
+__all__ = [
+    "KEPT",
+    "Caller",
+    "OtherForward",
+    "Running",
+    "Storage",
+    "Watch",
+    "has_own_forward",
+    "is_torchs",
+    "stock_class",
+    "unbound",
+]
+
+KEPT = "_kept_forward"
+"""Attribute of a module that keeps its ``OtherForward`` while others wrap it."""
 
 
 class Caller(NamedTuple):
@@ -160,6 +175,43 @@ class OtherForward:
     def __signature__(self) -> inspect.Signature:
         """That of the module's own ``forward``."""
         return inspect.signature(type(self.module).forward.__get__(self.module))
+
+
+_unbound: set[Callable[..., object]] = set()
+
+
+@cache
+def unbound(forward: Callable[..., object]) -> Callable[..., object]:
+    """Return a function of a module and its arguments that runs what the module keeps in place of ``forward`` of its class.
+
+    It is bound to a module as ``forward`` is: a copy of the module then runs what the copy keeps.
+
+    Args:
+        forward: Of the module's class.
+    """
+
+    def run(module: nn.Module, /, *args: object, **kwargs: object) -> object:
+        own = vars(module).get(KEPT)
+        if own is None:
+            return type(module).forward(module, *args, **kwargs)
+        return own(*args, **kwargs)
+
+    _unbound.add(run)
+    run.__name__ = "forward"  # by which a pickle of the bound function finds that of the class
+    run.__signature__ = inspect.signature(forward)  # pyright: ignore[reportFunctionMemberAccess]
+    return run
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Say whether somebody else set a ``forward`` on a module that is not that of its class."""
+    own = vars(module).get("forward")
+    if own is None or isinstance(own, OtherForward):
+        return False
+    if not isinstance(own, MethodType) or own.__self__ is not module:
+        return True
+    function = own.__func__
+    is_ours = isinstance(function, FunctionType) and function in _unbound
+    return not is_ours and function is not type(module).forward
 
 
 def stock_class(module: nn.Module) -> type[nn.Module] | None:

@@ -15,7 +15,7 @@ from fixedpoint_kernels._torch_private import (
     put_before,
     remove_hooks,
 )
-from fixedpoint_kernels.watch import OtherForward
+from fixedpoint_kernels.watch import KEPT, has_own_forward
 from marvin.model_formats import decode_formats
 from marvin.rounder import BUFFER, ForwardState, Rounder
 
@@ -129,7 +129,8 @@ def _keep_out_of_compilation() -> None:
 
 
 def restore_forwards(model: nn.Module) -> None:
-    """Let modules run the ``forward`` of their class again."""
+    """Let modules run the ``forward`` of their class again; one that somebody else set stays, and may wrap that."""
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), OtherForward):
-            del module.forward
+        vars(module).pop(KEPT, None)
+        if not has_own_forward(module):
+            vars(module).pop("forward", None)

@@ -22,7 +22,7 @@ from marvin.integer.formats import (
     is_prepacked,
     why_no_kernel,
 )
-from marvin.integer.fusion import fuse, fused_layers, refused_calls
+from marvin.integer.fusion import fuse, fused_layers, own_forwards, refused_calls
 from marvin.integer.layers import (
     CLASSES,
     OPTIONS,
@@ -83,11 +83,14 @@ class Report:
         rows: Of modules with a weight of two or more dimensions.
         path: Which instructions integer products take, and why.
         refused: Modules whose last call ran part by part, and the argument that no trace can be made of.
+        own_forwards: Modules that run a ``forward`` which was set on the object, such as Accelerate's: it stays, and
+            what it calls runs part by part.
     """
 
     rows: tuple[Row, ...]
     path: str
     refused: Mapping[str, str] = field(default_factory=dict)
+    own_forwards: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return str(self)
@@ -109,6 +112,10 @@ class Report:
             lines.append(
                 f"{names[0]}{more}: ran part by part, for its last call had {argument}{hint}"
             )
+        if self.own_forwards:
+            name, more = self.own_forwards[0] or "the model", len(self.own_forwards) - 1
+            more = f" and {more} more" if more else ""
+            lines.append(f"{name}{more}: runs part by part, for a forward was set on the object")
         return "\n".join(lines)
 
     def plot(self) -> "Shown":
@@ -291,7 +298,7 @@ def report(model: nn.Module) -> Report:
     ]
     paths = dict.fromkeys(products.path(_device(module)) for module in layers.values())
     described = "; ".join(f"{path.name}: {path.reason}" for path in paths or [products.path()])
-    return Report(tuple(rows), described, refused_calls(model))
+    return Report(tuple(rows), described, refused_calls(model), tuple(own_forwards(model)))
 
 
 def _device(module: nn.Module) -> torch.device:

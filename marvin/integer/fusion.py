@@ -1,6 +1,6 @@
 """Running chains of layers as one: forward and backward in training, forward where nothing goes backward."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from threading import RLock
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from fixedpoint_kernels._torch_private import (
     global_forward_hooks,
     is_watched,
 )
-from fixedpoint_kernels.watch import OtherForward
+from fixedpoint_kernels.watch import KEPT, OtherForward, has_own_forward, unbound
 from marvin.hooks import restore_forwards, rounders_of
 from marvin.integer.chain_run import ChainRun
 from marvin.integer.formats import has_hooks, rounds_inputs
@@ -30,7 +30,7 @@ from marvin.integer.token_inference import TokenInference
 from marvin.integer.token_run import TokenRun, put_in
 from marvin.settings import is_traced
 
-__all__ = ["fuse", "fused_layers", "refused_calls", "restore_forwards"]
+__all__ = ["fuse", "fused_layers", "own_forwards", "refused_calls", "restore_forwards"]
 
 _PROGRAMS = 4  # traces of calls, and variants of chains, that a module keeps
 _CALLS = 16  # kinds of calls, by names and plain values of arguments
@@ -87,6 +87,11 @@ class Fused(OtherForward):
             return uncompiled(Fused.run)(self, args, kwargs)
         return self.run(args, kwargs)
 
+    @property
+    def __func__(self) -> Callable[..., object]:
+        """What those who wrap a method bind to the module: a closure over this object would be shared by copies."""
+        return unbound(type(self.module).forward)
+
     @compiled_as_constant
     def _has_formats(self) -> bool:
         """Say whether a policy may change how the module rounds."""
@@ -94,12 +99,17 @@ class Fused(OtherForward):
 
     def run(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Do as ``__call__``, by its arguments."""
-        given = self._given(args, kwargs)
+        given = self._given(args, kwargs) if self._is_kept() else None
         runs = None if given is None else self._ready(given)
         self.ran = runs is not None
         if given is None or runs is None:
             return type(self.module).forward(self.module, *args, **kwargs)
         return runs(*given.tensors.values())
+
+    def _is_kept(self) -> bool:
+        """Say whether ``restore_forwards`` has not been called, after which one that others have wrapped still runs."""
+        own = vars(self.module)
+        return own.get(KEPT, own.get("forward")) is self
 
     def why_not(self) -> str:
         """Say why the module's chains are not fused; "" where they are."""
@@ -280,15 +290,28 @@ def fuse(model: nn.Module) -> None:
     """Let the chains of a model run fused; those of its children where it cannot be traced."""
     restore_forwards(model)
     for module in _roots(model):
-        module.forward = Fused(module)
+        own = Fused(module)
+        setattr(module, KEPT, own)
+        module.forward = own
+
+
+def _fused_of(module: nn.Module) -> Fused | None:
+    """Return what a module runs; None where that is something else."""
+    own = vars(module).get(KEPT, vars(module).get("forward"))
+    return own if isinstance(own, Fused) and not has_own_forward(module) else None
+
+
+def own_forwards(model: nn.Module) -> list[str]:
+    """Return the names of modules with layers that run a ``forward`` which somebody set on the object."""
+    named = ((name, own) for name, own in model.named_modules() if has_own_forward(own))
+    return [name for name, own in named if any(map(_is_layer, own.modules()))]
 
 
 def fused_layers(model: nn.Module) -> tuple[set[str], set[str]]:
     """Return the names of the layers of a model that run fused in training, and of those whose last bits differ in eval mode."""
     fused, inexact = set(), set()
     for name, module in model.named_modules():
-        own = vars(module).get("forward")
-        if isinstance(own, Fused):
+        if (own := _fused_of(module)) is not None:
             fused |= {f"{name}.{layer}".lstrip(".") for layer in own.layers()}
             inexact |= {f"{name}.{layer}".lstrip(".") for layer in own.inexact()}
     return fused, inexact
@@ -299,8 +322,8 @@ def refused_calls(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     outer: list[str] = []
     for name, module in model.named_modules():
-        own = vars(module).get("forward")
-        if not isinstance(own, Fused) or any(name.startswith(other) for other in outer):
+        own = _fused_of(module)
+        if own is None or any(name.startswith(other) for other in outer):
             continue
         if own.refused or own.ran:
             outer.append(f"{name}." if name else "")
@@ -312,13 +335,18 @@ def refused_calls(model: nn.Module) -> dict[str, str]:
 def _roots(module: nn.Module) -> Iterator[nn.Module]:
     if _is_layer(module) or not any(map(_is_layer, module.modules())):
         return
+    if has_own_forward(module):
+        for child in module.children():
+            yield from _roots(child)
+        return
     traced = trace(module)
     if not isinstance(traced, str):
         yield module
         is_always = len(arguments_of(module)) == 1 and traced.assumed == Assumed()
         if is_always and not isinstance(module, nn.Sequential):
             for own in module.modules():  # else all are asked, which others may call one by one
-                if own is not module and stock_class(own) is None and rounders_of(own):
+                is_apart = rounders_of(own) or has_own_forward(own)
+                if own is not module and stock_class(own) is None and is_apart:
                     yield from _roots(own)  # when it rounds what it takes, it is no part of others
             return
     if isinstance(traced, str) and _may_be_traced(module, traced):

@@ -17,6 +17,7 @@ from fixedpoint_kernels._torch_private import saving_hooks, table_of, versions_o
 from fixedpoint_kernels.functions import Curve
 from fixedpoint_kernels.fused import INPUT, LONGEST, Joined, Pooled, Scaled, Value
 from fixedpoint_kernels.products.shapes import sums_fit
+from fixedpoint_kernels.watch import has_own_forward
 from marvin.integer.formats import rounds_inputs, window_of
 from marvin.integer.layers import IntegerConv2d, IntegerLinear, features_of, stock_class
 from marvin.integer.nodes import (
@@ -224,14 +225,20 @@ class _Tracer(Tracer):
         return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Look into modules of one's own and containers only, and not into those that round what they take, or are known."""
+        """Look into modules of one's own and containers only, and not into those that round what they take, are known, or have a ``forward`` set on the object."""
         is_whole = stock_class(m) is not None or rounds_inputs(m) or is_known(m)
+        is_whole = is_whole or has_own_forward(m)
         return is_whole or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a module without its hooks: chains do not run where there are any, and hooks may keep what they see."""
         forward, inputs, options = args
-        return super().call_module(m, m.forward if self.is_here() else forward, inputs, options)
+        if self.is_here():  # not read here: what is in that of a leaf is in no graph
+
+            def forward(*xs: object, **named: object) -> object:
+                return m.forward(*xs, **named)
+
+        return super().call_module(m, forward, inputs, options)
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None

@@ -13,7 +13,7 @@ from fixedpoint_kernels._torch_private import (
     table_of,
     tensor_of,
 )
-from fixedpoint_kernels.watch import OtherForward
+from fixedpoint_kernels.watch import OtherForward, has_own_forward
 from marvin.integer.formats import OPTIONS, PREPACKED
 from marvin.integer.graph import Traced
 from marvin.integer.layers import TransposedLinear
@@ -68,6 +68,8 @@ class Seen:
             for own, names in unknown.items()
         ]
         named += [(own, _numbers_of(own)) for own in layers]
+        self._ours = [own for own in parts if own is not module and "forward" in vars(own)]
+        self._ours = [own for own in self._ours if not has_own_forward(own)]
         self._owners = [*map(vars, parts)]
         self._sizes = [*map(len, self._owners)]
         self._getters = [(itemgetter(*names), vars(own)) for own, names in named if names]
@@ -97,6 +99,8 @@ class Seen:
         if len(parts) != len(self._parts) or not all(map(is_, parts, self._parts)):
             return False
         if [*map(len, self._owners)] != self._sizes or self._attributes() != self._before:
+            return False
+        if any(map(has_own_forward, self._ours)):
             return False
         for get, own in self._unread:
             get(own)  # else it was deleted, and one of another name may be there
