@@ -23,7 +23,7 @@ from marvin.integer.graph_code import GraphCode
 from marvin.integer.inference_run import InferenceRun
 from marvin.integer.layers import IntegerConv2d, IntegerLinear, is_linear, stock_class, uncompiled
 from marvin.integer.nodes import arguments_of, is_needed
-from marvin.integer.notes import PLAIN, Plain
+from marvin.integer.notes import PLAIN, Plain, exact
 from marvin.integer.seen import Seen
 from marvin.integer.sizes import Assumed
 from marvin.integer.token_inference import TokenInference
@@ -38,11 +38,15 @@ _numbers = count()
 
 
 class _Given(NamedTuple):
-    """What a call brings: tensors, plain values, and of which tuples tensors are parts, and how many each has; by name."""
+    """What a call brings: tensors, plain values, of which tuples tensors are parts, and how many each has; by name.
+
+    One tensor that is given twice is among ``tensors`` once; ``same`` has its other names, and the name that it has there.
+    """
 
     tensors: dict[str, Tensor]
     plain: dict[str, Plain]
     tuples: dict[str, int]
+    same: dict[str, str]
 
 
 class Fused(OtherForward):
@@ -156,7 +160,10 @@ class Fused(OtherForward):
             self.refused = f"{others[0][0]}, a {others[0][1].__name__}" if others else ""
         if not tensors or len(tensors) + len(plain) < len(found):
             return None
-        return _Given(tensors, plain, tuples)
+        names: dict[int, str] = {}
+        first = {n: names.setdefault(id(x), n) for n, x in tensors.items()}
+        same = {n: own for n, own in first.items() if n != own}
+        return _Given({n: tensors[n] for n in names.values()}, plain, tuples, same)
 
     def _ready(self, given: "_Given") -> GraphCode | None:
         tensors = given.tensors
@@ -180,12 +187,12 @@ class Fused(OtherForward):
 
     def _mode(self, training: bool, given: "_Given") -> "_Mode | None":
         """Return the chains of calls with such arguments; None where there were too many kinds of calls."""
-        own, (tensors, plain, tuples) = self._modes[training], given
-        is_first = not plain and not tuples and tuple(tensors) == self._needed
+        own, (tensors, plain, tuples, same) = self._modes[training], given
+        is_first = not (plain or tuples or same) and tuple(tensors) == self._needed
         if is_first and own.fits(tensors) and not own.why_not():
             return own
-        kinds = tuple((n, type(x), x) for n, x in plain.items())
-        key = training, tuple(tensors), kinds, tuple(tuples.items())
+        kinds = tuple((n, exact(x)) for n, x in plain.items())
+        key = training, tuple(tensors), kinds, tuple(tuples.items()), tuple(same.items())
         with self._lock:
             if key not in self._others and len(self._others) >= _CALLS:
                 return None
@@ -205,7 +212,9 @@ class _Mode:
         self._given = Arguments()
         if given is not None:
             shapes = {n: tuple(x.shape) for n, x in given.tensors.items()}
-            self._given = Arguments(tuple(given.tensors), given.plain, given.tuples, shapes)
+            self._given = Arguments(
+                tuple(given.tensors), given.plain, given.tuples, shapes, given.same
+            )
         self._known: tuple[Traced | str, Seen | None] | None = None
         self._runs: dict[frozenset[str], GraphCode] = {}  # by what is left out of chains
         self._lock = RLock()  # threads may come at once

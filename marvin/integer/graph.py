@@ -3,6 +3,7 @@
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from inspect import Parameter
 from types import MappingProxyType
@@ -179,12 +180,14 @@ class Arguments(NamedTuple):
         tuples: Arguments that are tuples of tensors, and how many each has.
         shapes: Of tensors, by name, where a call has told them; else, where code branches on a shape,
             what is usual is assumed.
+        same: Names that have a tensor of ``tensors`` too, and its name there: one object is given twice.
     """
 
     tensors: Sequence[str] | None = None
     constants: Mapping[str, Plain] = MappingProxyType({})
     tuples: Mapping[str, int] = MappingProxyType({})
     shapes: Mapping[str, Sequence[int]] = MappingProxyType({})
+    same: Mapping[str, str] = MappingProxyType({})
 
 
 _NEEDED = Arguments()
@@ -201,10 +204,12 @@ class _Tracer(Tracer):
     Args:
         module: The module.
         given: What the call brings.
+        ignored: Of ``_MODES``, what code may have of its own.
     """
 
-    def __init__(self, module: nn.Module, given: Arguments) -> None:
+    def __init__(self, module: nn.Module, given: Arguments, ignored: Collection[str] = ()) -> None:
         super().__init__()
+        self._ignored = ignored
         self.sizes = Sizes(module, given.shapes)
         self._given = given
 
@@ -220,7 +225,7 @@ class _Tracer(Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a node, if what runs it runs as the rest."""
         for name, before, now in zip(_MODES, self._modes, _modes(), strict=True):
-            if before is not now:
+            if before is not now and name not in self._ignored:
                 raise TraceError(f"a part of it has {name} of its own")
         return super().create_node(*args, **kwargs)
 
@@ -247,6 +252,7 @@ class _Tracer(Tracer):
         found: dict[str, Any] = {
             n: self.create_proxy("placeholder", n, (), {}) for n in self._given.tensors or ()
         }
+        found |= {n: found[own] for n, own in self._given.same.items()}
         found |= self._given.constants
         for name, count in self._given.tuples.items():
             found[name] = tuple(found.pop(part_of(name, i)) for i in range(count))
@@ -306,13 +312,14 @@ def trace(
         return "it takes any number of arguments"
     if given.tensors is None:
         given = given._replace(tensors=[own.name for own in arguments if is_needed(own)])
-    tracers = [_Tracer(module, given) for _ in range(2)]
+    # nothing goes backward with gradients on or off, and in inference mode: code must not ask which it is
+    tracers = [_Tracer(module, given), _Tracer(module, given, _MODES[:1] if infers else ())]
     before, surroundings = _Before(module), Surroundings(module)
     try:
-        with surroundings.watched(), torch.set_grad_enabled(not infers):
+        with surroundings.watched(), _mode(is_inference=False, goes_back=not infers):
             graph = tracers[0].trace(module)
         changed = before.restore()
-        with surroundings.watched(), torch.set_grad_enabled(not infers):
+        with surroundings.watched(), _mode(is_inference=infers, goes_back=True):
             again = tracers[1].trace(module)
     except Exception as error:  # whatever a model's own code raises on a tracer's proxies
         return f"{NOT_TRACED}: {str(error).partition(chr(10))[0]}"
@@ -323,6 +330,8 @@ def trace(
     if reason := reason or _why_not(module, tracers, changed, reads):
         return reason
     if str(graph) != str(again):
+        if infers:
+            return "its forward does other things at each call, or asks whether gradients or inference mode are on"
         return "its forward does other things at each call"
     drop_assertions(graph)
     tracers[0].sizes.put_in(graph)
@@ -334,6 +343,17 @@ def trace(
     if not any(found):
         return _NO_CHAINS
     return Traced(graph, *found, _inner(graph, tracers[0]), tracers[0].sizes.assumed, reads)
+
+
+@contextmanager
+def _mode(*, is_inference: bool, goes_back: bool) -> Iterator[None]:
+    """Set what code may ask torch for, whoever calls: in inference mode or not, gradients on or off, no autocast."""
+    with (
+        torch.inference_mode(is_inference),
+        torch.set_grad_enabled(goes_back),
+        torch.autocast("cpu", enabled=False),
+    ):
+        yield
 
 
 def _why_not(

@@ -1,6 +1,7 @@
 """What is in a value of an attribute, noted so that another look tells whether anything of it has changed."""
 
 import random
+from array import array
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from fixedpoint_kernels.watch import OtherForward
 
-__all__ = ["PLAIN", "Plain", "is_all_noted", "noted"]
+__all__ = ["PLAIN", "Plain", "exact", "is_all_noted", "noted"]
 
 PLAIN = bool, int, float, str, type(None)
 """Classes of values that are compared as they are."""
@@ -28,7 +29,9 @@ _CONSTANT = bytes, complex, range, frozenset, PurePath, np.generic, torch.dtype,
 # constant, or looked at elsewhere
 _ALONE = Tensor, nn.Module, type, ModuleType, Enum, Logger, OtherForward
 _MANY = dict, list, tuple, set, deque
+_WITH_ZEROS = float, complex, np.inexact  # zeros have a sign, which == does not see
 _PLAIN = frozenset(PLAIN)
+_EXACT = _PLAIN - {float}  # of which equal values are the same
 _DEEP, _MOST = 8, 2000  # how far to look, and at how many values that are not plain
 _TABLE = 256  # of plain values: names of classes, say, of which the number counts
 _LARGE = 2**16  # plain values of a list, and bytes of an array
@@ -44,6 +47,11 @@ class _Object:
         return isinstance(other, _Object) and other.value is self.value
 
     __hash__ = object.__hash__
+
+
+def exact(value: object) -> object:
+    """Return what is equal for numbers that are the same: 1, 1.0 and True are three, 0.0 and -0.0 are two, NaN is one."""
+    return type(value), repr(value) if isinstance(value, _WITH_ZEROS) else value
 
 
 def noted(value: object) -> object:
@@ -69,10 +77,8 @@ class _Notes:
 
     def of(self, value: object, depth: int) -> object:
         """Return what is noted of a value, which may be looked into so deep."""
-        if type(value) in _PLAIN:
-            return value
-        if isinstance(value, _CONSTANT):
-            return type(value), value
+        if type(value) in _PLAIN or isinstance(value, _CONSTANT):
+            return exact(value)
         if isinstance(value, _ALONE) or type(value) is object:
             return _Object(value)
         self._left -= 1
@@ -97,9 +103,11 @@ class _Notes:
         assert isinstance(value, list | tuple | set | deque)
         if isinstance(value, set):
             self.misses |= not all(isinstance(own, (*PLAIN, *_CONSTANT, *_ALONE)) for own in value)
-            return set, {*value}
+            return set, {*map(exact, value)}
         if _are_plain(value):
-            return list, [*value]
+            kinds = [*map(type, value)]
+            floats = array("d", (x for x in value if type(x) is float)) if float in kinds else b""
+            return list, [*value], kinds, bytes(floats)
         return list, [self.of(own, depth) for own in value]
 
     def _of_function(self, value: object, depth: int) -> object:
@@ -126,7 +134,10 @@ class _Notes:
 
     def _of_pairs(self, table: Mapping[object, object], depth: int) -> list[tuple[object, object]]:
         items = table.items()  # most are plain: a call for each takes as long as all of the rest
-        return [(key, own if type(own) in _PLAIN else self.of(own, depth)) for key, own in items]
+        return [
+            (key, (type(own), own) if type(own) in _EXACT else self.of(own, depth))
+            for key, own in items
+        ]
 
 
 def _are_plain(values: Collection[object]) -> bool:

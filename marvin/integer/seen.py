@@ -18,7 +18,7 @@ from marvin.integer.formats import OPTIONS, PREPACKED
 from marvin.integer.graph import Traced
 from marvin.integer.layers import TransposedLinear
 from marvin.integer.nodes import is_known
-from marvin.integer.notes import PLAIN, noted
+from marvin.integer.notes import PLAIN, exact, noted
 from marvin.integer.surroundings import names_of
 
 __all__ = ["Seen", "Tensors"]
@@ -72,7 +72,8 @@ class Seen:
         self._ours = [own for own in self._ours if not has_own_forward(own)]
         self._owners = [*map(vars, parts)]
         self._sizes = [*map(len, self._owners)]
-        self._getters = [(itemgetter(*names), vars(own)) for own, names in named if names]
+        # one name more, for a getter of one makes no tuple
+        self._getters = [(itemgetter(names[0], *names), vars(own)) for own, names in named if names]
         self._before = self._attributes()
         others = [(vars(own), n) for own, names in unknown.items() for n in names]
         self._others = [
@@ -98,7 +99,7 @@ class Seen:
         parts = [*_parts_of(self._children)]
         if len(parts) != len(self._parts) or not all(map(is_, parts, self._parts)):
             return False
-        if [*map(len, self._owners)] != self._sizes or self._attributes() != self._before:
+        if [*map(len, self._owners)] != self._sizes or not self._has_attributes():
             return False
         if any(map(has_own_forward, self._ours)):
             return False
@@ -112,7 +113,14 @@ class Seen:
         return all(table.get(name) is held for table, name, held in self._tensors)
 
     def _attributes(self) -> list[object]:
-        return [get(own) for get, own in self._getters]
+        return [*chain.from_iterable(get(own) for get, own in self._getters)]
+
+    def _has_attributes(self) -> bool:
+        """Say whether plain values are the same: most are the same objects."""
+        now = self._attributes()
+        if all(map(is_, now, self._before)):
+            return True
+        return [*map(exact, now)] == [*map(exact, self._before)]
 
 
 def _may_count(own: nn.Module, name: str, traced: Traced) -> bool:
