@@ -17,6 +17,7 @@ from marvin.quantized import Quantized
 from marvin.rounder import ForwardState, Rounder, channels_of
 from marvin.settings import check_model, check_uncompiled
 from marvin.straight_through import StraightThrough
+from marvin.wrappers import unwrapped
 
 __all__ = ["argument_names", "prepare", "quantize_activations"]
 
@@ -79,6 +80,7 @@ def quantize_activations(
             "quantize_activations needs an optimizer of fixed point, such as marvin.MSGD(...) or "
             f"marvin.Quantized(optimizer, policy), got {type(optimizer).__name__}"
         )
+    optimizer = unwrapped(optimizer)
     if ste not in get_args(StraightThrough) or eval_rounding not in get_args(Rounding):
         raise ValueError(
             f"ste must be one of {get_args(StraightThrough)} and eval_rounding one of "

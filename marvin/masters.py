@@ -43,6 +43,7 @@ from marvin.rounding import Format, round_many
 from marvin.shards import local, locals_of
 from marvin.state import KEPT
 from marvin.warned import warn_user
+from marvin.wrappers import for_wrappers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,6 +88,7 @@ class Stored(Protocol):
         ...
 
 
+@for_wrappers
 class WithMasters(Optimizer):
     """An optimizer whose parameters are rounded from masters; see ``Quantized``.
 

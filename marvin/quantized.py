@@ -58,12 +58,17 @@ from marvin.settings import (
 from marvin.sgd import keep_momenta, moves_of
 from marvin.shards import is_sharded, local, locals_of
 from marvin.warned import warn_user
+from marvin.wrappers import for_wrappers, unwrapped
 
 __all__ = ["Quantized"]
+
+_ATTRIBUTES = "defaults", "param_groups", "policy", "shared", "state", "stored", "trace"
+"""Of an optimizer, also where a wrapper's are set; see ``marvin.wrappers``."""
 
 _LOOK = 100  # steps between two looks at what is clamped
 
 
+@for_wrappers
 class Quantized(WithMasters):
     """Let any optimizer train a model whose weights are quantised as a policy decides.
 
@@ -181,6 +186,9 @@ class Quantized(WithMasters):
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute; the policy stays: records and hyper-parameters in the groups are its own."""
+        if name in _ATTRIBUTES and (own := unwrapped(self)) is not self:
+            setattr(own, name, value)
+            return
         if name == "policy" and name in vars(self):
             raise AttributeError(
                 f"an optimizer keeps its policy, {type(self.policy).__name__}, got another, "

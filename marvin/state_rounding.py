@@ -10,6 +10,7 @@ from marvin.noise import Purpose, stream
 from marvin.quantized import Quantized
 from marvin.quantizer import Number
 from marvin.rounding import round_one
+from marvin.wrappers import unwrapped
 
 __all__ = ["round_state"]
 
@@ -53,6 +54,7 @@ def round_state(
             "round_state needs an optimizer of fixed point, such as marvin.Quantized(optimizer, "
             f"policy), got {type(optimizer).__name__}"
         )
+    optimizer = unwrapped(optimizer)
     if momentum is None and master is None:
         raise ValueError("round_state needs a format: write momentum= or master=")
     if any(group["compact_state"] for group in optimizer.param_groups):

@@ -17,6 +17,7 @@ from marvin.marks import Mark, marks_of
 from marvin.quantized import Quantized
 from marvin.settings import check_model, check_values, without_values
 from marvin.shards import is_sharded
+from marvin.wrappers import unwrapped
 
 __all__ = ["StoredCodes", "store_codes"]
 
@@ -280,6 +281,7 @@ def store_codes(model: nn.Module, optimizer: Quantized) -> StoredCodes:
             "store_codes needs an optimizer of fixed point, such as marvin.MSGD(...) or "
             f"marvin.Quantized(optimizer, policy), got {type(optimizer).__name__}"
         )
+    optimizer = unwrapped(optimizer)
     if any(map(is_sharded, model.parameters())):
         raise ValueError("store_codes needs whole parameters, got sharded ones")
     stored = StoredCodes(optimizer)
