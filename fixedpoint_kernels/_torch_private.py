@@ -528,6 +528,7 @@ def left_uncompiled(function: _Run) -> _Run:
     As ``torch.compiler.disable``, without loading Dynamo and Triton before something else does.
     """
     apart: Callable[..., object] | None = None
+    whole: Callable[..., object] = function
 
     @wraps(function)
     def run(*args: object, **kwargs: object) -> object:
@@ -535,7 +536,10 @@ def left_uncompiled(function: _Run) -> _Run:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         if apart is None:
-            apart = torch.compiler.disable(function)
+            from torch._dynamo.decorators import skip_code  # slow to import
+
+            apart = cast("Callable[..., object]", torch.compiler.disable(whole))
+            skip_code(cast("FunctionType", run).__code__)  # of all: Dynamo would compile it for each kind of arguments
         return apart(*args, **kwargs)
 
     return cast("_Run", run)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from fixedpoint_kernels import FixedPoint, Minifloat, quantize_with_mask
-from fixedpoint_kernels._torch_private import is_checkpointed
+from fixedpoint_kernels._torch_private import is_checkpointed, left_uncompiled
 from fixedpoint_kernels.once import once_differentiable
 from fixedpoint_kernels.rounding import Rounding, keep_inside
 from marvin.rounding import Format, round_one
@@ -86,6 +86,7 @@ class _FakeQuantize(torch.autograd.Function):
         return y
 
     @staticmethod
+    @left_uncompiled
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
@@ -113,6 +114,7 @@ class _RoundedIdentity(torch.autograd.Function):
         return x.view_as(x) if fmt is None else round_one(x, fmt, **options)
 
     @staticmethod
+    @left_uncompiled
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:

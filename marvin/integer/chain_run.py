@@ -12,6 +12,7 @@ from fixedpoint_kernels import products
 from fixedpoint_kernels._torch_private import (
     foreach_add_,
     has_backward_hooks,
+    left_uncompiled,
     own_forward_hooks,
 )
 from fixedpoint_kernels.fused import Layer, Norm, Parameters, Segment, Wanted
@@ -334,6 +335,7 @@ class _Chain(torch.autograd.Function):
         return tuple(lies_as(y, x) for y in outputs)
 
     @staticmethod
+    @left_uncompiled
     @once
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor

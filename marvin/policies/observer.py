@@ -13,6 +13,7 @@ from fixedpoint_kernels._torch_private import (
     foreach_abs,
     foreach_clamp_min_,
     foreach_sub,
+    left_uncompiled,
 )
 from fixedpoint_kernels.norms import norms_many
 from fixedpoint_kernels.observer import MAGNITUDES, mask_and_observe, round_and_observe
@@ -83,6 +84,7 @@ class _Observed(torch.autograd.Function):
         return y
 
     @staticmethod
+    @left_uncompiled
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:

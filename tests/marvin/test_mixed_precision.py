@@ -21,6 +21,22 @@ def adamw(model):
     return Quantized(wrapped, MarvinPolicy(**FAST))
 
 
+def static(model):
+    return Quantized(
+        torch.optim.AdamW(model.named_parameters(), lr=5e-3), marvin.StaticPolicy(8, 8)
+    )
+
+
+def budget(model):
+    wrapped = torch.optim.AdamW(model.named_parameters(), lr=5e-3)
+    return Quantized(wrapped, marvin.LossBudgetPolicy())
+
+
+def integer(model):
+    marvin.integer.convert(model)
+    return static(model)
+
+
 def setup(make, quantized=True):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
@@ -115,7 +131,7 @@ def test_compiled_models_train_to_the_same_bits(make, quantized):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("make", [msgd, adamw])
+@pytest.mark.parametrize("make", [msgd, adamw, static, budget, integer])
 def test_a_step_in_compiled_code_is_done_outside_of_it(make, whole):
     def trained(compiled):
         model, optimizer = setup(make)
