@@ -1,16 +1,26 @@
 """Names of parameters, and which layer's format each takes."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from marvin.display import listed
 from marvin.settings import Group
 from marvin.shards import Shard, shard_of
 
-__all__ = ["ParameterTable", "computed_weights", "is_layer", "layout_of", "owners_of"]
+__all__ = [
+    "ParameterTable",
+    "computed_weights",
+    "count_known",
+    "held_by",
+    "is_layer",
+    "layout_of",
+    "owners_of",
+]
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,7 @@ class ParameterTable:
         owners: The layer whose format it takes; None if it stays float.
         layers: Position and weight of each layer.
         shards: What of it this process holds.
+        held: What ``held_by`` says of the groups.
     """
 
     names: dict[Tensor, str]
@@ -32,6 +43,7 @@ class ParameterTable:
     owners: dict[Tensor, Tensor | None]
     layers: list[tuple[int, Tensor]]
     shards: dict[Tensor, Shard]
+    held: list[tuple[int, list[int]]]
 
 
 def layout_of(param_groups: Sequence[Group]) -> ParameterTable:
@@ -63,6 +75,47 @@ def layout_of(param_groups: Sequence[Group]) -> ParameterTable:
         owners=owners,
         layers=[(i, p) for i, p in enumerate(groups) if is_layer(p)],
         shards={p: shard_of(p) for p in groups},
+        held=held_by(param_groups),
+    )
+
+
+def held_by(param_groups: Sequence[Group]) -> list[tuple[int, list[int]]]:
+    """Return the id of each group, and those of its parameters: others are other groups."""
+    return [(id(group), list(map(id, group["params"]))) for group in param_groups]
+
+
+def count_known(param_groups: Sequence[Group], names: Mapping[Tensor, str]) -> int:
+    """Return how many groups hold the parameters that an optimizer has; behind them, groups may have others.
+
+    Args:
+        param_groups: What is in the place of the optimizer's groups.
+        names: Of its parameters, in order.
+
+    Raises:
+        ValueError: They hold fewer of them, in another order, or others between them.
+    """
+    found = [p for group in param_groups for p in group["params"]]
+    if list(map(id, found[: len(names)])) == list(map(id, names)):
+        ends = list(accumulate((len(group["params"]) for group in param_groups), initial=0))
+        if len(names) in ends:
+            return ends.index(len(names))
+    there = {id(p) for p in found}
+    if gone := [name for p, name in names.items() if id(p) not in there]:
+        raise ValueError(
+            f"parameter groups must keep the optimizer's parameters, got groups without {listed(gone)}: write "
+            "p.requires_grad_(False) for one that trains no more; change the values of one under torch.no_grad() "
+            "(p.copy_(values)), or give a new one to optimizer.add_param_group"
+        )
+    if new := len([p for p in found if p not in names]):
+        raise ValueError(
+            f"new parameters must come behind the others, got {new} in or before a group that was there: "
+            "write optimizer.add_param_group(group)"
+        )
+    wrong = [name for p, (own, name) in zip(found, names.items(), strict=False) if p is not own]
+    raise ValueError(
+        f"parameter groups must keep the order of the optimizer's parameters, got others in the place of "
+        f"{listed(wrong)}: put the groups back, and change what they say (optimizer.param_groups[0]"
+        '["lr"] = 0.1)'
     )
 
 

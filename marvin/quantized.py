@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from operator import is_
 from typing import Literal
 from weakref import ref
 
@@ -34,7 +35,7 @@ from marvin.compact import (
 from marvin.compact_moves import moves_of_compact
 from marvin.display import listed
 from marvin.gradients import Gradients, by_layer, complete, gather, nonfinite, read
-from marvin.layers import is_layer, layout_of
+from marvin.layers import count_known, held_by, is_layer, layout_of
 from marvin.masters import Counts, WithMasters
 from marvin.noise import Purpose, stream
 from marvin.plans import Plans
@@ -272,7 +273,8 @@ class Quantized(WithMasters):
             RuntimeError: A gradient is sparse, a CUDA graph is being captured, a model is in ``join()``, another optimizer was
                 made for the same parameters since, or the wrapped one got parameter groups.
             TypeError: ``closure`` is a loss, ``loss`` no number, or the model was made float64.
-            ValueError: ``loss`` has more than one element, or a parameter has got another shape.
+            ValueError: ``loss`` has more than one element, a parameter has got another shape, or groups
+                have other parameters.
         """
         check_step(closure)
         self._check_groups()
@@ -350,7 +352,7 @@ class Quantized(WithMasters):
 
         Raises:
             RuntimeError: The wrapped optimizer got parameter groups of its own.
-            ValueError: A parameter has got another shape.
+            ValueError: A parameter has got another shape, or groups have other parameters.
         """
         self._check_groups()
         before = self.lr_scale
@@ -376,7 +378,7 @@ class Quantized(WithMasters):
 
         Raises:
             RuntimeError: The wrapped optimizer got parameter groups of its own.
-            ValueError: A parameter has got another shape.
+            ValueError: A parameter has got another shape, or groups have other parameters.
         """
         self._check_groups()
         with self.with_values():
@@ -540,8 +542,32 @@ class Quantized(WithMasters):
         if self._lent:
             self._take_groups_back()
         if self._is_made:
+            self._follow_groups()
             self._check_shapes()
         check_groups(self, self.optimizer, new)
+
+    def _follow_groups(self) -> None:
+        """Take over groups that somebody put in the place of this optimizer's, or of the wrapped one's."""
+        own, wrapped = self.param_groups, self.optimizer.param_groups
+        is_known = held_by(own) == self._layout.held
+        if is_known and len(wrapped) >= len(own) and all(map(is_, own, wrapped)):
+            return
+        groups = list(wrapped if is_known else own)
+        count = count_known(groups, self._layout.names)
+        known, new = groups[:count], groups[count:]
+        for group in known:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            self._check(group)
+        layout = layout_of(known)
+        self.param_groups, self.optimizer.param_groups[:] = known, known
+        self._layout, self._plans = layout, Plans()
+        try:
+            for group in new:
+                self.add_param_group(group)
+        except (TypeError, ValueError):  # it is refused again at the next step
+            self.param_groups = groups
+            raise
 
     def _check_processes(self) -> None:
         """Refuse a step that other processes may not do."""

@@ -1,0 +1,189 @@
+"""Parameter groups that somebody puts in the place of an optimizer's."""
+
+import pytest
+import torch
+from torch import nn
+
+import marvin
+from tests.same import assert_same
+
+MAKERS = {
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+    "Adam": lambda groups: torch.optim.Adam(groups, lr=0.01),
+}
+
+
+def setup(name="Adam", **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    groups = [{"params": model[0].named_parameters(prefix="0")}]
+    groups.append({"params": model[2].named_parameters(prefix="2"), "weight_decay": 0.1})
+    optimizer = marvin.Quantized(MAKERS[name](groups), marvin.FixedPolicy(12, 8), **options)
+    return model, optimizer
+
+
+def train(model, optimizer, steps, first=0):
+    for i in range(first, first + steps):
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(i))
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), (x[:, 0] > 0).long())
+        loss.backward()
+        optimizer.step(loss=loss)
+
+
+def masters(optimizer):
+    return [own["master"].clone() for own in optimizer.state.values()]
+
+
+@pytest.mark.parametrize("of_wrapped", [False, True])
+@pytest.mark.parametrize("name", MAKERS)
+def test_groups_of_the_same_parameters_are_followed(name, of_wrapped):
+    model, optimizer = setup(name)
+    train(model, optimizer, 2)
+    its = optimizer.optimizer if of_wrapped else optimizer
+    its.param_groups = [{**group, "lr": 0.0} for group in its.param_groups]
+    before = masters(optimizer)
+    train(model, optimizer, 2)
+    assert_same(masters(optimizer), before)
+    saved = optimizer.state_dict()
+    assert [group["lr"] for group in saved["param_groups"]] == [0.0, 0.0]
+    assert [group["lr"] for group in saved["optimizer"]["param_groups"]] == [0.0, 0.0]
+    optimizer.param_groups[1]["lr"] = 0.1  # both have the same groups again
+    assert optimizer.optimizer.param_groups[1]["lr"] == 0.1
+
+
+def test_copies_of_the_groups_change_no_bit():
+    model, optimizer = setup()
+    train(model, optimizer, 5)
+    other, its = setup()
+    train(other, its, 2)
+    its.param_groups = [{**group} for group in its.param_groups]
+    train(other, its, 3, first=2)
+    assert_same(its.state_dict(), optimizer.state_dict())
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_groups_may_be_parted_and_joined():
+    model, optimizer = setup()
+    train(model, optimizer, 2)
+    (first, last), rest = optimizer.param_groups, {"lr": 0.0, "weight_decay": 0.0}
+    params = [*first["params"], *last["params"]]
+    names = [*first["param_names"], *last["param_names"]]
+    optimizer.param_groups = [{**first, "params": params[:1], "param_names": names[:1]}]
+    optimizer.param_groups.append({**first, **rest, "params": params[1:], "param_names": names[1:]})
+    before = masters(optimizer)
+    train(model, optimizer, 1)
+    assert [torch.equal(a, b) for a, b in zip(masters(optimizer), before, strict=True)] == [
+        False,
+        *[True] * 3,
+    ]
+    assert [*optimizer.formats()] == names
+
+
+def test_groups_behind_the_others_are_added():
+    model, optimizer = setup()
+    train(model, optimizer, 2)
+    new = nn.Linear(2, 2)
+    model.append(new)
+    more = {"params": [*new.parameters()], "param_names": ["3.weight", "3.bias"], "lr": 0.05}
+    optimizer.param_groups = [*({**group} for group in optimizer.param_groups), more]
+    before = new.weight.clone()
+    train(model, optimizer, 2)
+    assert optimizer.layers() == ["0.weight", "2.weight", "3.weight"]
+    assert not torch.equal(new.weight, before)
+    assert len(optimizer.optimizer.param_groups) == 3
+
+
+def delete(model, groups):
+    del groups[1]
+
+
+def reverse(model, groups):
+    groups.reverse()
+
+
+def replace(model, groups):
+    groups[0]["params"][0] = model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
+
+
+def append(model, groups):
+    groups[1]["params"].append(nn.Parameter(torch.zeros(3)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (delete, r"groups without 2.weight, 2.bias: write p.requires_grad_\(False\)"),
+        (replace, r"groups without 0.weight: .*under torch.no_grad\(\) \(p.copy_\(values\)\)"),
+        (reverse, "keep the order .* in the place of 0.weight, 0.bias, 2.weight and 1 more"),
+        (append, r"got 1 in or before a group that was there: write optimizer.add_param_group"),
+    ],
+)
+def test_groups_of_other_parameters_are_refused(change, message):
+    model, optimizer = setup()
+    train(model, optimizer, 2)
+    before = masters(optimizer)
+    change(model, optimizer.param_groups)
+    for call in (lambda: train(model, optimizer, 1), optimizer.state_dict, optimizer.end_epoch):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert_same(masters(optimizer), before)
+
+
+def test_settings_out_of_range_are_refused_until_they_are_right():
+    model, optimizer = setup()
+    optimizer.param_groups = [{**group, "l1": -1.0} for group in optimizer.param_groups]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="l1 must be 0 or more, got l1=-1"):
+            train(model, optimizer, 1)
+    for group in optimizer.param_groups:
+        group["l1"] = 0.0
+    train(model, optimizer, 1)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_lightning_resumes_with_a_backbone_that_was_unfrozen(tmp_path):
+    lightning = pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import BackboneFinetuning
+
+    class Net(lightning.LightningModule):
+        def __init__(self, is_fixed):
+            super().__init__()
+            torch.manual_seed(0)
+            self.is_fixed, self.head = is_fixed, nn.Linear(16, 2)
+            self.backbone = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
+
+        def configure_optimizers(self):
+            adam = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+            return marvin.Quantized(adam, marvin.FixedPolicy(12, 8)) if self.is_fixed else adam
+
+        def training_step(self, batch, index):
+            return nn.functional.cross_entropy(self.head(self.backbone(batch[0])), batch[1])
+
+    def fit(is_fixed, epochs, path=None):
+        own = lightning.Trainer(
+            max_epochs=epochs,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            accelerator="cpu",
+            callbacks=[BackboneFinetuning(1)],
+        )
+        own.fit(Net(is_fixed), batches, ckpt_path=path)
+        return own
+
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long())
+    batches = torch.utils.data.DataLoader(data, batch_size=16)
+    seen = {}
+    for is_fixed in (False, True):
+        half = fit(is_fixed, 3)
+        half.save_checkpoint(tmp_path / "half.ckpt")
+        resumed = fit(is_fixed, 5, tmp_path / "half.ckpt")
+        pairs = zip(half.model.named_parameters(), resumed.model.parameters(), strict=True)
+        moved = [name for (name, a), b in pairs if not torch.equal(a, b)]
+        groups = resumed.optimizers[0].param_groups
+        seen[is_fixed] = moved, [(len(group["params"]), group["lr"]) for group in groups]
+    assert seen[True] == seen[False]
+    assert len(seen[True][1]) == 2
