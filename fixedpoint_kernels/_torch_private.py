@@ -96,6 +96,7 @@ __all__ = [
     "uncompiled",
     "version_of",
     "versions_of",
+    "without_global_step_hooks",
 ]
 
 _Hook = TypeVar("_Hook")
@@ -217,13 +218,31 @@ def step_hooks_of(optimizer: torch.optim.Optimizer, kind: type[_Hook]) -> Iterat
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer, but: type) -> bool:
-    """Say whether hooks wait for a step, but for those of a class before it."""
+    """Say whether an optimizer has hooks for a step, but for those of a class before it."""
     return bool(
         len([*step_hooks_of(optimizer, but)]) < len(optimizer._optimizer_step_pre_hooks)
         or optimizer._optimizer_step_post_hooks
-        or torch_optimizer._global_optimizer_pre_hooks
-        or torch_optimizer._global_optimizer_post_hooks
     )
+
+
+@contextmanager
+def without_global_step_hooks() -> Iterator[None]:
+    """Let no hook of all optimizers see the steps in this block: they saw, or will see, the one it belongs to.
+
+    torch lets nobody step an optimizer without them. Steps that other threads do meanwhile miss them.
+    """
+    tables: list[dict[int, Any]] = [
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    ]
+    hooks = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.clear()
+        yield
+    finally:
+        for table, own in zip(tables, hooks, strict=True):
+            table.update(own)
 
 
 def batch_norm(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from fixedpoint_kernels._torch_private import left_uncompiled
+from fixedpoint_kernels._torch_private import left_uncompiled, without_global_step_hooks
 from fixedpoint_kernels.compact import Sum
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.undo import all_or_nothing
@@ -836,7 +836,8 @@ class Quantized(WithMasters):
                 master.grad = grad
             try:
                 self._own_step.is_open = True
-                self.optimizer.step()
+                with without_global_step_hooks():  # which see this optimizer's
+                    self.optimizer.step()
             finally:
                 self._own_step.is_open = False
                 for master in masters:

@@ -526,3 +526,36 @@ def test_l1_shrinks_weights_under_maximize_too():
         optimizer.step(loss=0.0)
         found.append(optimizer.state[weight]["master"].tolist())
     assert found[0] == found[1] == [[1.75, -1.75, 0.75, -0.75]]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_hooks_of_all_optimizers_see_a_step_once(make, fails):
+    def refuse(*_):
+        raise RuntimeError("refused by a hook")
+
+    model = nn.Linear(4, 2)
+    optimizer = Quantized(make(model.parameters()), FixedPolicy(8, 4))
+    module, seen = torch.optim.optimizer, []
+    own = optimizer.optimizer.register_step_post_hook(lambda *_: seen.append("wrapped"))
+    handles = [
+        module.register_optimizer_step_pre_hook(lambda found, *_: seen.append(found)),
+        module.register_optimizer_step_post_hook(lambda found, *_: seen.append(found)),
+    ]
+    try:
+        if fails:
+            bad = optimizer.optimizer.register_step_pre_hook(refuse)
+            model(torch.ones(3, 4)).sum().backward()
+            with pytest.raises(RuntimeError, match="refused by a hook"):
+                optimizer.step(loss=1.0)
+            assert seen == [optimizer]
+            bad.remove()
+            seen.clear()
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step(loss=1.0)
+    finally:
+        for handle in (own, *handles):
+            handle.remove()
+    assert seen == [optimizer, "wrapped", optimizer]
+    optimizer.step(loss=1.0)
+    assert len(seen) == 3
