@@ -231,7 +231,7 @@ def without_global_step_hooks() -> Iterator[None]:
 
     torch lets nobody step an optimizer without them. Steps that other threads do meanwhile miss them.
     """
-    tables: list[dict[int, Any]] = [
+    tables = [
         torch_optimizer._global_optimizer_pre_hooks,
         torch_optimizer._global_optimizer_post_hooks,
     ]
@@ -558,7 +558,8 @@ def left_uncompiled(function: _Run) -> _Run:
             from torch._dynamo.decorators import skip_code  # slow to import
 
             apart = cast("Callable[..., object]", torch.compiler.disable(whole))
-            skip_code(cast("FunctionType", run).__code__)  # of all: Dynamo would compile it for each kind of arguments
+            code = cast("FunctionType", run).__code__
+            skip_code(code)  # of all: Dynamo would compile it for each kind of arguments
         return apart(*args, **kwargs)
 
     return cast("_Run", run)

@@ -352,6 +352,7 @@ class Quantized(WithMasters):
 
         Raises:
             RuntimeError: The wrapped optimizer got parameter groups of its own.
+            TypeError: A setting of groups that were put in place of others must be a number, and is none.
             ValueError: A parameter has got another shape, or groups have other parameters.
         """
         self._check_groups()
@@ -378,6 +379,7 @@ class Quantized(WithMasters):
 
         Raises:
             RuntimeError: The wrapped optimizer got parameter groups of its own.
+            TypeError: A setting of groups that were put in place of others must be a number, and is none.
             ValueError: A parameter has got another shape, or groups have other parameters.
         """
         self._check_groups()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 from torch.optim import Optimizer
 
@@ -10,6 +10,7 @@ __all__ = ["for_wrappers", "unwrapped"]
 
 _Class = TypeVar("_Class", bound=type)
 _Kind = TypeVar("_Kind", bound=Optimizer)
+_Run = TypeVar("_Run", bound=Callable[..., object])
 
 _NAMES = "__contains__", "__repr__"
 
@@ -45,9 +46,9 @@ def for_wrappers(cls: _Class) -> _Class:
     return cls
 
 
-def _on_unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+def _on_unwrapped(function: _Run) -> _Run:
     @wraps(function)
-    def run(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def run(self: Optimizer, *args: object, **kwargs: object) -> object:
         return function(unwrapped(self), *args, **kwargs)
 
-    return run
+    return cast("_Run", run)

@@ -16,7 +16,7 @@ MAKERS = {
 def setup(name="Adam", **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
-    groups = [{"params": model[0].named_parameters(prefix="0")}]
+    groups: list[dict[str, object]] = [{"params": model[0].named_parameters(prefix="0")}]
     groups.append({"params": model[2].named_parameters(prefix="2"), "weight_decay": 0.1})
     optimizer = marvin.Quantized(MAKERS[name](groups), marvin.FixedPolicy(12, 8), **options)
     return model, optimizer

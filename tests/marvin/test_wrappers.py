@@ -1,6 +1,7 @@
 """Optimizers of other packages that take on the class of the one they wrap."""
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from marvin.wrappers import unwrapped
 from tests.same import assert_same
 
 
-def by_hand(optimizer):
+def by_hand(optimizer) -> Any:
     """As Lightning and Fabric do: reads go to the optimizer, writes stay."""
 
     class Wrapper:
