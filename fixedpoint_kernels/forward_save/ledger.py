@@ -1,7 +1,7 @@
 """What each choice of a plan keeps and costs, by arithmetic on what was measured."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -9,8 +9,9 @@ from typing import NamedTuple
 from fixedpoint_kernels.forward_save import offload, sample
 from fixedpoint_kernels.forward_save.measure import Costs
 
-__all__ = ["EXACT", "Group", "Ledger", "State"]
+__all__ = ["EXACT", "WAYS", "Group", "Ledger", "State"]
 
+WAYS = "levels", "again", "away"  # what a choice changes: the fields of a state
 Level = int
 EXACT: Level = -1  # otherwise a place among the plan's levels
 
@@ -190,25 +191,52 @@ class Ledger:
         share = self.added_s(state) / self.step_s if self.step_s > 0 else 0.0
         return math.log1p(share) + math.log1p(self.error(state))
 
-    def next_states(self, state: State, most_inside: float = math.inf) -> Iterator[State]:
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Those of ``WAYS`` that there is something for."""
+        there = {"levels": self.groups, "again": self.blocks, "away": self.offload_s}
+        return tuple(way for way in WAYS if there[way])
+
+    def next_states(
+        self, state: State, most_inside: float = math.inf, ways: Collection[str] = WAYS
+    ) -> Iterator[State]:
         """Yield the states that one choice more leads to.
 
         Args:
             state: Any.
             most_inside: Bytes that a block may keep as it is that is to run again.
+            ways: What may change.
         """
         hidden = self.hidden(state)
-        for at, group in enumerate(self.groups):
-            if group.layers - hidden:
-                for level in group.errors:
-                    if level != state.levels[at]:
-                        yield state._replace(levels=_changed(state.levels, at, level))
-        for block in self.blocks:
+        if "levels" in ways:
+            for at, group in enumerate(self.groups):
+                if group.layers - hidden:
+                    yield from self.others(state, at, ways)
+        for block in self.blocks if "again" in ways else ():
             if not _has(state, block, "again") and self.inner_bytes(block) <= most_inside:
                 yield state.with_block(block, "again")
-        for block in self.offload_s:
+        for block in self.offload_s if "away" in ways else ():
             if not _has(state, block, "away"):
                 yield state.with_block(block, "away")
+
+    def parts(self, ways: Collection[str]) -> list[int | str]:
+        """Return what may change: places of groups, and blocks, those inside before those around."""
+        inner = reversed({**dict.fromkeys(self.blocks), **self.offload_s})
+        places = range(len(self.groups)) if "levels" in ways else ()
+        return [*places, *(inner if {"again", "away"} & {*ways} else ())]
+
+    def others(self, state: State, part: int | str, ways: Collection[str]) -> Iterator[State]:
+        """Yield the states in which a group (by its place) or a block is another way."""
+        if isinstance(part, int):
+            for level in self.groups[part].errors:
+                if level != state.levels[part]:
+                    yield state._replace(levels=_changed(state.levels, part, level))
+            return
+        if part in state.blocks:
+            yield state.without_block(part)
+        for way, blocks in (("again", self.blocks), ("away", self.offload_s)):
+            if way in ways and part in blocks and not _has(state, part, way):
+                yield state.with_block(part, way)
 
     def fewer(self, state: State) -> Iterator[State]:
         """Yield the states that one choice less leads to."""
@@ -216,7 +244,7 @@ class Ledger:
             if level != EXACT:
                 for finer in (EXACT, *range(level)):
                     yield state._replace(levels=_changed(state.levels, at, finer))
-        for block in state.blocks:
+        for block in sorted(state.blocks):
             yield state.without_block(block)
 
     def _is_kept(self, piece: _Piece, state: State, hidden: frozenset[str]) -> bool:

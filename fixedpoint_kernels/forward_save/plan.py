@@ -45,7 +45,7 @@ class _TooLittle(ValueError):
 
     def __init__(self, came: int, least: int, reason: str = ""):
         super().__init__(
-            f"budget_bytes must be at least {least:,}, the least that this model can keep for "
+            f"budget_bytes must be at least {least:,}, the least that was found for this model and "
             f"this sample, got {came:,}{reason}"
         )
         self.least = least
@@ -121,7 +121,7 @@ def plan(  # noqa: PLR0913  each is one choice of the user
 
     Raises:
         TypeError: There is no sample, or one in two forms.
-        ValueError: The budget cannot be met (the message has the least bytes that can), there is
+        ValueError: The budget was not met by anything found (the message has the least bytes that were), there is
             none or it is no number, a choice is unknown, the model is in eval mode, converted, or
             has nothing to convert; with ``"offload"``, the model is not on a GPU; with
             ``"compile"``, there is a ``peak_bytes``, or the model is compiled already.
@@ -178,35 +178,48 @@ def _found(
     Raises:
         ValueError: A limit cannot be met.
     """
-    path = [*search.path(ledger)]
-    smallest = min(map(ledger.kept_bytes, path))
-    spare, plan = 0, None
-    while plan is None or (budget_bytes is not None and plan.predicted_bytes > budget_bytes):
-        if budget_bytes is not None:  # a run kept more than arithmetic has it
-            spare += spare + (plan.predicted_bytes - budget_bytes if plan else 0)
-            if budget_bytes < smallest + spare:
-                raise _TooLittle(budget_bytes, smallest + spare)
-        state = _chosen(question, ledger, path, (budget_bytes and budget_bytes - spare, peak_bytes))
+    paths, least = [*search.paths(ledger)], search.least(ledger)
+    least = min((state for path in [[least], *paths] for state in path), key=ledger.kept_bytes)
+    paths.append([least])
+    smallest = ledger.kept_bytes(least)
+    if budget_bytes is not None and budget_bytes < smallest:
+        raise _TooLittle(budget_bytes, smallest)
+
+    def proven(spare: int) -> Plan:
+        within = None if budget_bytes is None else max(smallest, budget_bytes - spare)
+        state = _chosen(question, ledger, paths, (within, peak_bytes))
         plan = Plan(_rows(question, ledger, state), 0, 0, smallest, budget_bytes, peak_bytes)
-        plan = _proven(question, plan, ledger)
+        return _proven(question, plan, ledger)
+
+    spare, plan = 0, proven(0)
+    while budget_bytes is not None and plan.predicted_bytes > budget_bytes:
+        if budget_bytes - spare <= smallest:
+            raise _TooLittle(budget_bytes, plan.predicted_bytes)
+        spare += spare + plan.predicted_bytes - budget_bytes  # a run kept more than arithmetic has
+        plan = proven(spare)
     return plan
 
 
 def _chosen(
     question: Question,
     ledger: Ledger,
-    path: Sequence[State],
+    paths: Sequence[Sequence[State]],
     limits: tuple[int | None, int | None],
 ) -> State:
     """Return the cheapest state that was found within limits of bytes and peak."""
     budget, limit = limits
-    state = path[0]
+    state = ledger.start
     if budget is not None:
-        fits = [state for state in path if ledger.kept_bytes(state) <= budget]
-        state = search.without_waste(ledger, fits[0], budget)
-    if limit is not None and _peak(question, ledger, state) > limit:
-        return _under_peak(question, ledger, limit, budget)
-    return state
+        firsts = [
+            next((state for state in path if ledger.kept_bytes(state) <= budget), None)
+            for path in paths
+        ]
+        fits = [search.without_waste(ledger, state, budget) for state in firsts if state]
+        state = min(fits, key=ledger.cost)
+    peak_bytes = 0 if limit is None else _peak(question, ledger, state)
+    if limit is None or peak_bytes <= limit:
+        return state
+    return _under_peak(question, ledger, limit, budget, peak_bytes)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -311,25 +324,26 @@ def _step_s(question: Question) -> float:
     return measure.seconds(run, question.device)
 
 
-def _under_peak(question: Question, ledger: Ledger, limit: int, budget: int | None) -> State:
+def _under_peak(
+    question: Question, ledger: Ledger, limit: int, budget: int | None, seen: int
+) -> State:
     """Return the cheapest state that was found to hold the limit, in steps that really run.
 
     A block that runs again is there as a whole for a while, so paths are tried whose blocks keep
-    no more than some share of all.
+    no more than some share of all. ``seen`` is a peak that is too high.
 
     Raises:
         ValueError: None was found.
     """
-    whole, lowest, found = ledger.kept_bytes(ledger.start), [], []
+    whole, lowest, found = ledger.kept_bytes(ledger.start), [seen], []
     for grain in GRAINS if ledger.blocks else GRAINS[:1]:
-        path = [
-            state
-            for state in search.path(ledger, grain * whole)
-            if budget is None or ledger.kept_bytes(state) <= budget
-        ]
-        state, least = search.first_under(path, partial(_peak, question, ledger), limit)
-        lowest += [] if least is None else [least]
-        found += [] if state is None else [state]
+        for path in search.paths(ledger, grain * whole):
+            fits = [s for s in path if budget is None or ledger.kept_bytes(s) <= budget]
+            state, least = search.first_under(fits, partial(_peak, question, ledger), limit)
+            lowest += [] if least is None else [least]
+            if state is not None:
+                found.append(state)
+                break  # the others have fewer choices
     if not found:
         raise ValueError(
             f"peak_bytes must be at least {min(lowest):,}, the least that was found for this "

@@ -126,7 +126,7 @@ class Plan:
         wide = [max(len(w) for w in ws) for ws in zip(*map(_words, self.layers), strict=True)]
         lines = [
             f"{self.predicted_bytes:,} bytes of {self.exact_bytes:,} for this sample, "
-            f"{_asked('budget', self.budget_bytes)}smallest possible {self.smallest_bytes:,}",
+            f"{_asked('budget', self.budget_bytes)}smallest found {self.smallest_bytes:,}",
             f"{self._peak()}; {self._step()}",
         ]
         if self.memory_budget is not None:

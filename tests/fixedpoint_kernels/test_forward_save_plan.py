@@ -192,3 +192,27 @@ def test_a_layer_called_twice_ties_what_shares_its_inputs(x):
     assert len({row.settings for row in plan.layers}) == 1  # one alone would save nothing
     forward_save.convert(model, plan=plan)
     assert kept(model, x) == plan.predicted_bytes
+
+
+def test_more_choices_never_need_more_bytes():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            parts = nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)
+            self.inner = nn.Sequential(*parts)
+
+        def forward(self, x):
+            return x + self.inner(x)
+
+    model = nn.Sequential(nn.Linear(32, 32), Residual(), Residual(), nn.Linear(32, 4))
+    x, loose = torch.randn(256, 32), 10**9
+    least = {
+        choices: forward_save.plan(model, x, budget_bytes=loose, choices=choices).smallest_bytes
+        for choices in (("few_bit", "division"), ("recompute",), forward_save.CHOICES)
+    }
+    few = least["few_bit", "division"]
+    assert least[forward_save.CHOICES] <= min(least.values()) == few < least["recompute",]
+    plan = forward_save.plan(model, x, budget_bytes=few, choices=forward_save.CHOICES)
+    assert plan.predicted_bytes <= few
+    with pytest.raises(ValueError, match=f"at least {least[forward_save.CHOICES]:,}, .* found"):
+        forward_save.plan(model, x, budget_bytes=1, choices=forward_save.CHOICES)
