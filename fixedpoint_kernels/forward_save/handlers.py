@@ -51,10 +51,22 @@ class Keeper:
 
     def pack(self, x: Tensor, dtype: torch.dtype | None = None, *, times: int = 1) -> maps.Packed:
         """Return ``x`` in ``times`` the bits, or as it is: a parameter, or where that takes no less."""
-        settings, spatial = self.division, max(1, min(x.dim() - 2, 3))
+        settings = self.division
+        finer = settings and replace(settings, bits=min(FINEST, times * settings.bits), rows=None)
+        return self._pack(x, max(1, min(x.dim() - 2, 3)), finer, dtype)
+
+    def pack_shares(self, x: Tensor) -> maps.Packed:
+        """Return what a softmax gave in 8 bits, or as it is.
+
+        Each row has a range of its own, so that NaN of one, masked later, are not in others.
+        """
+        return self._pack(x, 1, self.division and of_shares(self.division))
+
+    def _pack(
+        self, x: Tensor, spatial: int, settings: Division | None, dtype: torch.dtype | None = None
+    ) -> maps.Packed:
         if settings is None or x.dim() == 0 or maps.is_parameter(x):
             return maps.whole(x)
-        settings = replace(settings, bits=min(FINEST, times * settings.bits), rows=None)
         if not maps.is_smaller(x, spatial, settings):
             return maps.whole(x)
         return maps.pack(x, spatial, settings, self.noise, dtype)
@@ -74,6 +86,11 @@ class Keeper:
         return self.pack(x, times=2) if x.requires_grad else maps.whole(x)
 
 
+def of_shares(division: Division) -> Division:
+    """Return how the values of a softmax are kept."""
+    return replace(division, method="fixed", bits=FINEST, rows=None)
+
+
 def keeps(function: str, few_bit: FewBit | None, division: Division | None) -> str:
     """Return what a function keeps in a scope, ``""`` if all that it keeps elsewhere."""
     name = function.removesuffix("_")
@@ -85,7 +102,9 @@ def keeps(function: str, few_bit: FewBit | None, division: Division | None) -> s
         return ""
     if function == "dropout":
         return "1 bit an element"
-    times = 1 if function in FOR_WEIGHTS else FINEST if function == "softmax" else 2
+    if function == "softmax":
+        return str(of_shares(division)).replace("a plane", "a row")
+    times = 1 if function in FOR_WEIGHTS else 2
     finer = replace(division, bits=min(FINEST, times * division.bits))
     if function in ("linear", "addmm"):
         return finer.of_linear
@@ -185,8 +204,7 @@ def _softmax(scope: Keeper, func: Function, args: Arguments, kwargs: Options) ->
     dim = rest[0] if rest else kwargs.get("dim")
     if dim not in (-1, x.dim() - 1):
         return NotImplemented
-    pack = partial(scope.pack, times=FINEST)
-    return recompute.softmax(lambda x: func(x, *rest, **kwargs), x, pack)
+    return recompute.softmax(lambda x: func(x, *rest, **kwargs), x, scope.pack_shares)
 
 
 def _again(scope: Keeper, func: Function, args: Arguments, kwargs: Options) -> Made:

@@ -209,13 +209,18 @@ def _packed(
         return Packed(matrix[index].to(dtype), index, None, form)
     if method == "per_group":
         x, spatial = _grouped(x), 1
-    block = settings.block if method in ("division", "low", "high") else None
-    bits = 0 if method == "low" else settings.bits
+    block, bits = _numbers(settings)
     means, codes, ranges = compress(x, noise, block, bits, spatial)
     if method == "high" and codes.numel():
         means, block = means.new_empty((means.shape[0], 0)), None
     form = Form(shape, tuple(x.shape), dtype, block, bits, spatial, is_last)
     return Packed(means, codes, ranges, form)
+
+
+def _numbers(settings: Division) -> tuple[int | None, int]:
+    """Return the block and the bits of what is packed; None: no means, 0: no residuals."""
+    block = settings.block if settings.method in ("division", "low", "high") else None
+    return block, 0 if settings.method == "low" else settings.bits
 
 
 def _grouped(x: Tensor) -> Tensor:
@@ -280,9 +285,12 @@ def is_smaller(x: Tensor, spatial: int, settings: Division) -> bool:
     """Whether ``x`` takes less memory packed than it has now."""
     if not x.is_floating_point() or not x.numel():
         return False
-    layout = Layout(tuple(x.shape), x.dtype, settings.block, settings.bits, spatial)
-    packed = 2 * math.prod(layout.means_shape) + math.prod(layout.codes_shape)
-    packed += 2 * math.prod(layout.ranges_shape)
+    shape, block, bits = tuple(x.shape), *_numbers(settings)
+    if settings.method == "per_group":
+        shape, spatial = (-(x.numel() // -GROUP), GROUP), 1
+    layout = Layout(shape, x.dtype, block, bits, spatial)
+    packed = math.prod(layout.codes_shape) + 2 * math.prod(layout.ranges_shape)
+    packed += 0 if settings.method == "high" else 2 * math.prod(layout.means_shape)
     return packed < min(x.numel() * x.itemsize, x.untyped_storage().nbytes())
 
 

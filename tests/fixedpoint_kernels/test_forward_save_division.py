@@ -426,7 +426,7 @@ def test_the_report_names_all_that_still_keeps_a_tensor():
         "wide": "its window has 289 places, more than 8 bits",
     }
     assert {(c.layer, c.function) for c in report.calls} == {("", "matmul"), ("", "softmax")}
-    assert "(model)  softmax  means of blocks of 4, residuals of 8 bits" in str(report)
+    assert "(model)  softmax  values of 8 bits, one range a row" in str(report)
     twin = Odd()
     report = forward_save.convert(
         twin, division=True, sample_input=torch.randn(2, 3, 8), calls=False
