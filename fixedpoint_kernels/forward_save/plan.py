@@ -285,6 +285,8 @@ def _measured(question: Question) -> Ledger:
     model, inputs, settings, layers, blocks, _, away = question
     exact = sample.observe(model, inputs, blocks)
     costs = measure.costs(model, inputs, layers, blocks)
+    for name in sorted(exact.written):
+        costs.refused.setdefault(name, "its input is written to after it ran")
     offload_s = measure.offload_costs(model, inputs, away) if away else {}
     runs = {}
     for level, at_level in enumerate(settings if layers else ()):

@@ -14,6 +14,7 @@ from fixedpoint_kernels._torch_private import (
     tree_flatten,
     tree_leaves,
     tree_unflatten,
+    version_of,
 )
 from fixedpoint_kernels.watch import Caller, Running, Storage, Watch, is_torchs
 
@@ -53,11 +54,13 @@ class ForwardPass(NamedTuple):
         saved: Each storage kept for backward; parameters, buffers and empty ones are left out.
         taken: What each of some modules was called with: places in ``saved``, or bytes of storages
             that nobody keeps, by their number.
+        written: Those of these modules whose inputs were written to after they were called.
     """
 
     calls: tuple[Caller, ...]
     saved: tuple[Storage, ...]
     taken: Mapping[str, Mapping[int, int]] = {}
+    written: frozenset[str] = frozenset()
 
     @property
     def size_bytes(self) -> int:
@@ -113,13 +116,18 @@ def observe(model: nn.Module, inputs: Inputs, taken: Iterable[str] = ()) -> Forw
     sizes = {
         name: {
             storage_key(tensor): tensor.untyped_storage().nbytes()
-            for tensor in tensors
+            for tensor, _ in tensors
             if not watch.is_own(tensor)
         }
         for name, tensors in held.items()
     }
+    written = frozenset(
+        name
+        for name, tensors in held.items()
+        if any(version_of(tensor) != version for tensor, version in tensors)
+    )
     del output  # it alone keeps the graph
-    return ForwardPass(tuple(watch.calls), *_numbered(watch.saved(), keys, sizes))
+    return ForwardPass(tuple(watch.calls), *_numbered(watch.saved(), keys, sizes), written)
 
 
 def kept_bytes(model: nn.Module, inputs: Inputs) -> int:
@@ -151,12 +159,12 @@ def draws_random_numbers(model: nn.Module, inputs: Inputs) -> bool:
         return not torch.equal(numbers(), before)
 
 
-def _hold(module: nn.Module) -> list[Tensor]:
-    """Return a list that gets all tensors a module is called with."""
-    held: list[Tensor] = []
+def _hold(module: nn.Module) -> list[tuple[Tensor, int]]:
+    """Return a list that gets all tensors a module is called with, and their versions."""
+    held: list[tuple[Tensor, int]] = []
 
     def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        held.extend(tensors_in((args, kwargs)))
+        held.extend((tensor, version_of(tensor)) for tensor in tensors_in((args, kwargs)))
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
     return held

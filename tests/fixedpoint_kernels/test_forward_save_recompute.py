@@ -338,3 +338,25 @@ def test_compiled_without_a_break(model, x):
         torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=1e-4)  # sums in another order
         got = {name.removeprefix("_orig_mod."): b for name, b in got[1].items()}
         torch.testing.assert_close(got, want[1], rtol=1e-5, atol=1e-6)  # so are the statistics
+
+
+def test_a_block_whose_input_is_written_to_afterwards_is_left_alone(x):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(64, 64)
+            self.inner = nn.Sequential(nn.ReLU(), nn.Linear(64, 64), nn.Tanh())
+            self.last = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+
+        def forward(self, x):
+            x = self.first(x)
+            y = self.inner(x)
+            x += y
+            return self.last(x)
+
+    model = Writes()
+    loose = forward_save.plan(model, x, budget_bytes=10**9, choices=["recompute"])
+    assert loose.refused == (("inner", "its input is written to after it ran"),)
+    few = {"budget_bytes": loose.smallest_bytes, "choices": ["recompute"]}
+    plan = forward_save.plan(model, x, **few)
+    assert [row.layer for row in plan.layers if row.is_changed] == ["last"]
