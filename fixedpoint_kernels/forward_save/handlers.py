@@ -69,14 +69,14 @@ class Keeper:
             return maps.whole(x)
         if not maps.is_smaller(x, spatial, settings):
             return maps.whole(x)
-        return maps.pack(x, spatial, settings, self.noise, dtype)
+        return maps.pack(x, spatial, settings, self.noise, dtype, by=self)
 
     def pack_rows(self, x: Tensor, dtype: torch.dtype | None = None) -> maps.Packed:
         """Return the input of a linear layer as ``pack`` does, or some of its rows."""
         settings = self.division
         if settings is None or settings.rows is None or maps.is_parameter(x) or x.dim() == 0:
             return self.pack(x, dtype)
-        return maps.pack(x, 1, settings, self.noise, dtype)
+        return maps.pack(x, 1, settings, self.noise, dtype, by=self)
 
     def pack_operand(self, x: Tensor) -> maps.Packed:
         """Return ``x`` in twice the bits: its noise goes on into the gradients of earlier layers.

@@ -56,7 +56,8 @@ class Divided(nn.Module):
         if isinstance(base_of(x), nn.Parameter):  # it is there anyway
             return maps.whole(x)
         try:
-            return maps.pack(x, self.spatial(x), self._keeping(), self._noise, dtype)
+            spatial, keeping = self.spatial(x), self._keeping()
+            return maps.pack(x, spatial, keeping, self._noise, dtype, by=self._layer)
         except TypeError as error:
             raise TypeError(f"layer {self._layer!r}: {error}") from error
 
@@ -172,9 +173,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, pack: Pack) -> Tensor
     """Return ``F.linear``, whose backward has of ``x`` what ``pack`` keeps."""
     dtype = maps.autocast_dtype(x)
     kept = pack(x, dtype) if weight.requires_grad else maps.NOTHING
-    rows = x[None] if x.dim() == 1 else x.flatten(0, -2)  # views stay outside of the Function
+    rows = x  # not in one piece: torch multiplies it as it is
+    if x.is_contiguous():
+        rows = x[None] if x.dim() == 1 else x.flatten(0, -2)  # views stay outside of the Function
     out = _Linear.apply(rows, made_small(weight, dtype), bias, dtype, *kept)  # pyright: ignore
-    return out.view(*x.shape[:-1], out.shape[-1])  # pyright: ignore
+    return out.view(*x.shape[:-1], out.shape[-1]) if x.is_contiguous() else out  # pyright: ignore
 
 
 def made_small(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -277,8 +280,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         weight, *parts = ctx.saved_tensors
         dx = dw = db = None
+        leading = grad.shape[:-1]
+        grad = grad.reshape(leading.numel(), grad.shape[-1])
         if ctx.needs_input_grad[0]:
-            dx = grad @ weight.to(grad.dtype)
+            dx = (grad @ weight.to(grad.dtype)).view(*leading, weight.shape[1])
         if ctx.needs_input_grad[1]:
             dw = maps.weight_gradient(grad, parts, ctx.form)
         if ctx.needs_input_grad[2]:

@@ -131,11 +131,14 @@ def pack(
     settings: Division,
     noise: Tensor,
     dtype: torch.dtype | None = None,
+    by: object = None,
 ) -> Packed:
     """Return ``x`` in few bits; what was packed the same way, of the same memory, is not packed again.
 
     The memory of ``x`` remembers what was packed, also for views of it, until it is written to, and
-    as long as a graph keeps it: nothing outlives the backward pass.
+    as long as a graph keeps it: nothing outlives the backward pass. Autograd does not see who writes
+    to memory behind its back, as NumPy and ``x.data`` do. So what no operation of the graph made,
+    such as the model's input, is packed again when a layer asks for it a second time.
 
     Args:
         x: A floating tensor.
@@ -143,15 +146,16 @@ def pack(
         settings: How to compress.
         noise: Of the conversion.
         dtype: Of what comes back; that of ``x`` where None.
+        by: Who asks: the name of a layer, or a scope, which asks for all its functions.
 
     Raises:
         TypeError: ``x`` is not floating, or is inside of ``torch.func``.
     """
     if not x.is_floating_point():
         raise TypeError(f"activations that are kept in few bits must be floating, got {x.dtype}")
-    x = x.detach()
     if torch.compiler.is_compiling():  # a graph knows no versions
-        return _packed(x, spatial, settings, noise, dtype)
+        return _packed(x.detach(), spatial, settings, noise, dtype)
+    is_given, x = base_of(x).grad_fn is None, x.detach()
     try:
         memory, key = x.untyped_storage(), (*_place(x), settings, id(noise))
         if settings.rows is not None:
@@ -163,26 +167,44 @@ def pack(
             "or outside of the scope of forward_save.saving"
         ) from error
     known: dict[object, _Known] = vars(memory).setdefault(MEMORY, {})
-    found = known[key].packed() if key in known else None
-    if found is not None and found.form is not None:
+    entry = known.get(key)
+    found = None if entry is None or (is_given and entry.is_over(by)) else entry.packed()
+    if entry is not None and found is not None and found.form is not None:
+        entry.by.add(by)
         form = found.form._replace(shape=tuple(x.shape), dtype=dtype or x.dtype)
         return found._replace(form=form)
     for old in [key for key, packed in known.items() if packed.packed() is None]:
         del known[old]
     packed = _packed(x, spatial, settings, noise, dtype)
-    known[key] = _Known.of(packed)
+    known[key] = _Known.of(packed, noise, by)
     return packed
 
 
 class _Known(NamedTuple):
-    """What was packed, as long as somebody keeps it."""
+    """What was packed, as long as somebody keeps it.
+
+    Args:
+        references: To its tensors.
+        form: What they are.
+        noise: That it was packed with: while it is here, its ``id`` is nobody else's.
+        by: Who asked for it.
+    """
 
     references: list[WeakTensor | None]
     form: Form | None
+    noise: Tensor
+    by: set[object]
 
     @classmethod
-    def of(cls, packed: Packed) -> "_Known":
-        return cls([None if t is None else WeakTensor(t) for t in packed[:3]], packed.form)
+    def of(cls, packed: Packed, noise: Tensor, by: object) -> "_Known":
+        references = [None if t is None else WeakTensor(t) for t in packed[:3]]
+        return cls(references, packed.form, noise, {by})
+
+    def is_over(self, by: object) -> bool:
+        """Whether ``by`` belongs to a later forward pass: a layer asks again, or another scope."""
+        if by is None or isinstance(by, str):
+            return by is not None and by in self.by
+        return any(one is not by for one in self.by if not isinstance(one, str | None))
 
     def packed(self) -> Packed | None:
         parts = [None if reference is None else reference() for reference in self.references]
@@ -193,7 +215,7 @@ class _Known(NamedTuple):
 
 def _place(x: Tensor) -> tuple[object, ...]:
     """Return where ``x`` lies; who packs first decides what the planes are."""
-    place = version_of(x), x.dtype, x.storage_offset()
+    place = version_of(x), x.dtype, x.storage_offset(), x.is_neg()
     return (*place, x.numel()) if x.is_contiguous() else (*place, tuple(x.shape), x.stride())
 
 
@@ -264,7 +286,7 @@ def weight_gradient(grad: Tensor, parts: Sequence[Tensor], form: Form | None) ->
     """
     if form is None or not form.rows:
         x = restore(parts, form)
-        return grad.t() @ x.reshape(-1, x.shape[-1]).to(grad.dtype)
+        return grad.t() @ x.reshape(len(grad), x.shape[-1]).to(grad.dtype)
     kept, index = parts[:2]
     scale = form.rows / max(len(index), 1)
     return (grad[index] * scale).t() @ kept.to(grad.dtype)
