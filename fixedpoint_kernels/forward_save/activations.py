@@ -18,8 +18,10 @@ from fixedpoint_kernels.few_bit.named import resolve
 from fixedpoint_kernels.few_bit.operators import register
 from fixedpoint_kernels.few_bit.solver import solve_function
 from fixedpoint_kernels.few_bit.table import Table
+from fixedpoint_kernels.forward_save import maps
 from fixedpoint_kernels.forward_save.in_place import overwrite
 from fixedpoint_kernels.forward_save.scope import paused
+from fixedpoint_kernels.forward_save.swap import undo_of
 
 __all__ = [
     "CALLS",
@@ -44,15 +46,20 @@ WHY_NOT = {
 
 
 class Exactly(nn.Module):
-    """Goes first: in eval mode torch's own runs, also inside of a model that trains."""
+    """Goes first: torch's own runs in eval mode, and where few bits do not fit the input."""
+
+    bits: int
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return what the next class returns."""
+        """Return what the next class returns, or torch's own."""
         own: Callable[[Tensor], Tensor] = super().forward
-        if self.training:
+        if not self.training:
+            with paused():
+                return own(input)
+        if _fits(input, self.bits):
             return own(input)
         with paused():
-            return own(input)
+            return undo_of(self).original.forward(self, input)
 
 
 class InPlace(nn.Module):
@@ -62,6 +69,11 @@ class InPlace(nn.Module):
         """Return ``input``, which holds the value from then on."""
         own: Callable[[Tensor], Tensor] = super().forward
         return overwrite(input, own(input)) if self.training else own(input)  # torch's own writes
+
+
+def _fits(x: Tensor, bits: int) -> bool:
+    """Whether a code is made of ``x``: neither sparse nor nested, and larger than the code."""
+    return maps.is_dense(x) and maps.is_less_in_code(x, bits)
 
 
 class OwnValues(nn.Module):
@@ -75,7 +87,8 @@ class OwnValues(nn.Module):
         """Return what the class itself returns."""
         own = super().forward
         is_known = bool(self._name) or not learns(self)
-        if not (self.training and len(args) == 1 and not kwargs and is_known):
+        is_simple = self.training and len(args) == 1 and not kwargs and is_known
+        if not (is_simple and _fits(args[0], self.bits)):
             with paused():
                 return own(*args, **kwargs)
         numbers: list[float] = []

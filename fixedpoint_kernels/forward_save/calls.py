@@ -40,7 +40,7 @@ class saving(Keeper, TorchFunctionMode):
         loss.backward()
 
     Args:
-        few_bit: Bits an element of activation functions, as for ``convert``.
+        few_bit: Bits an element of activation functions (True: 3), as for ``convert``.
         division: How the rest is kept, as for ``convert``.
         seed: Of the noise.
 

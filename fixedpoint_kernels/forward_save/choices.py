@@ -194,7 +194,7 @@ def _unsuited(module: object) -> str:
         size = exact.window_size(module)
         return f"its window has {size} places, more than 8 bits" if size > exact.WINDOW else ""
     size = getattr(module, "output_size", None)
-    if size is not None and set(size if isinstance(size, tuple) else (size,)) == {1}:
+    if size is not None and {*([size] if isinstance(size, int) else size)} == {1}:
         return "it keeps no tensor"
     return ""
 

@@ -65,7 +65,7 @@ def convert(  # noqa: PLR0913  each is one choice of the user
 
     Args:
         model: Any module; not converted before.
-        few_bit: Activations keep so many bits an element, 1 to 8, or
+        few_bit: Activations keep so many bits an element, 1 to 8, or True for 3, or
             ``{"bits": 3, "weight": "normal"}``; see ``fixedpoint_kernels.few_bit``.
         division: ``{"block": 8, "bits": 2}``, or True for that; see
             ``fixedpoint_kernels.division``. ``"method"`` may name another way, to compare.

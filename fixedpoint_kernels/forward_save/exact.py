@@ -22,7 +22,8 @@ WINDOW = 256  # places that an index of 8 bits can tell apart
 
 
 def _keeps(module: nn.Module, input: Tensor) -> bool:
-    return module.training and torch.is_grad_enabled() and input.requires_grad
+    is_kept = module.training and torch.is_grad_enabled() and input.requires_grad
+    return is_kept and maps.is_dense(input)
 
 
 class Dropout(nn.Module):
@@ -30,7 +31,7 @@ class Dropout(nn.Module):
 
     def forward(self: Any, input: Tensor) -> Tensor:
         """Return torch's own."""
-        if not _keeps(self, input) or not 0 < self.p < 1:
+        if not (_keeps(self, input) and 0 < self.p < 1 and maps.is_less_in_code(input, 1)):
             return super().forward(input)
         out = dropout(input, self.p)
         return overwrite(input, out) if self.inplace else out
@@ -104,7 +105,8 @@ def _spatial(module: nn.Module) -> int:
 
 
 def _numbers(value: Any, spatial: int) -> tuple[int, ...]:
-    return (value,) * spatial if isinstance(value, int) else tuple(value)
+    numbers = (value,) if isinstance(value, int) or value is None else tuple(value)
+    return numbers * spatial if len(numbers) == 1 else numbers
 
 
 class _Dropout(torch.autograd.Function):

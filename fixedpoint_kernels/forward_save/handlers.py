@@ -136,6 +136,10 @@ def _activation(scope: Keeper, func: Function, args: Arguments, kwargs: Options)
     settings = scope.few_bit or FewBit(1)
     parameters = few_bit_functional.numbers(values.values())
     bits = 1 if entry.exact else settings.bits
+    if not maps.is_less_in_code(x, bits):
+        return NotImplemented
+    if name == "hardtanh" and parameters[0] > parameters[1]:  # torch says what is wrong
+        return NotImplemented
     out = few_bit_functional.run(name, x, parameters, bits, settings.weight)
     return overwrite(x, out) if is_inplace else out
 
@@ -269,7 +273,7 @@ def _dropout(scope: Keeper, func: Function, args: Arguments, kwargs: Options) ->
     if scope.division is None or given is None or not _is_trained(given.get("input")):
         return NotImplemented
     x, p = given["input"], given.get("p", 0.5)
-    if not given.get("training", True) or not 0 < p < 1:
+    if not given.get("training", True) or not 0 < p < 1 or not maps.is_less_in_code(x, 1):
         return NotImplemented
     out = exact.dropout(x, p)
     return overwrite(x, out) if given.get("inplace") else out

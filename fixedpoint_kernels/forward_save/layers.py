@@ -57,6 +57,11 @@ class Divided(nn.Module):
             return maps.whole(x)
         try:
             spatial, keeping = self.spatial(x), self._keeping()
+            is_asked = x.is_floating_point() and x.numel() and keeping.rows is None
+            if is_asked and not (
+                torch.compiler.is_compiling() or maps.is_smaller(x, spatial, keeping)
+            ):
+                return maps.whole(x)
             return maps.pack(x, spatial, keeping, self._noise, dtype, by=self._layer)
         except TypeError as error:
             raise TypeError(f"layer {self._layer!r}: {error}") from error

@@ -25,6 +25,7 @@ __all__ = [
     "Packed",
     "autocast_dtype",
     "is_dense",
+    "is_less_in_code",
     "is_parameter",
     "is_smaller",
     "pack",
@@ -36,6 +37,7 @@ __all__ = [
 
 MEMORY = "_forward_save_maps"
 GROUP = 256
+CODE = 1024  # elements: a few-bit code is of whole groups of them
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -314,6 +316,14 @@ def is_smaller(x: Tensor, spatial: int, settings: Division) -> bool:
     packed = math.prod(layout.codes_shape) + 2 * math.prod(layout.ranges_shape)
     packed += 0 if settings.method == "high" else 2 * math.prod(layout.means_shape)
     return packed < min(x.numel() * x.itemsize, x.untyped_storage().nbytes())
+
+
+def is_less_in_code(x: Tensor, bits: int) -> bool:
+    """Whether a code of so many bits an element takes less memory than ``x``."""
+    if torch.compiler.is_compiling():  # a graph may be for other sizes, too
+        return True
+    size_bytes = -(x.numel() // -CODE) * CODE // 8 * bits
+    return size_bytes < min(x.numel() * x.itemsize, x.untyped_storage().nbytes())
 
 
 def is_channels_last(x: Tensor) -> bool:

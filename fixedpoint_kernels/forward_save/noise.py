@@ -17,7 +17,8 @@ def new_noise(seed: int) -> Tensor:
     Raises:
         ValueError: ``seed`` is outside 0 to 2**63 - 1.
     """
-    return torch.tensor(Key.checked(seed, 0)[:2], dtype=torch.int64, device="cpu")
+    with torch.inference_mode(False):  # it is written to later, where that is off
+        return torch.tensor(Key.checked(seed, 0)[:2], dtype=torch.int64, device="cpu")
 
 
 def state(model: nn.Module) -> dict[str, int]:

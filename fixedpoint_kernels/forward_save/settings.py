@@ -35,14 +35,20 @@ class FewBit:
 
     Raises:
         TypeError: ``bits`` is no integer.
-        ValueError: ``bits`` is out of range.
+        ValueError: ``bits`` is out of range, or ``weight`` is unknown.
     """
 
     bits: int = 3
     weight: Weight = "uniform"
 
     def __post_init__(self) -> None:
+        if isinstance(self.bits, bool):
+            raise TypeError(f"bits must be an integer, got {self.bits!r}")
         checked_bits(self.bits)
+        if not (callable(self.weight) or self.weight in ("uniform", "normal")):
+            raise ValueError(
+                f"weight must be 'uniform', 'normal' or a function, got {self.weight!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -114,9 +120,11 @@ def division_settings(value: Division | Mapping[str, object] | bool | None) -> D
 
 
 def few_bit_settings(value: FewBit | Mapping[str, object] | int | None) -> FewBit | None:
-    """Return the settings that ``few_bit=`` stands for: None, a number of bits, or a mapping."""
+    """Return the settings that ``few_bit=`` stands for: None, True, a number of bits, or a mapping."""
     if value is None or isinstance(value, FewBit):
         return value
+    if value is True:
+        return FewBit()
     if isinstance(value, Mapping):
         return FewBit(**known(value, FewBit, "few_bit"))
     return FewBit(value)

@@ -37,11 +37,11 @@ def entries_of(table: Table) -> tuple[np.ndarray, ...] | None:
         codes left and right of the border, 8 bits each; then float32: parts a unit, what is added,
         the sum of the first part and that of the last. If 32 parts are too few and the table is
         the same for ``-x`` as for ``x``, one array of int32 for the magnitudes, whose borders
-        are doubled as integers. ``None`` where borders are too close together, or the processor has
+        are doubled as integers. ``None`` where there is no border or they are too close together, or the processor has
         no permutation of 16 bits.
     """
     borders = table.borders
-    if not (_has_words() and 0 < float(borders[-1]) - float(borders[0]) < _WIDEST):
+    if not (_has_words() and len(borders) and 0 < float(borders[-1]) - float(borders[0]) < _WIDEST):
         return None
     found = _entries(borders, table.codes, 1)
     if not found and _is_even(table):
