@@ -5,10 +5,14 @@ A converted module is the same object with a subclass of its own class. So the m
 stay. What the conversion added is written down on the module itself; a copy can be undone too.
 """
 
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.fx import GraphModule
 
 __all__ = ["Converted", "Undo", "is_converted", "is_restorable", "restore_", "swap_", "undo_of"]
 
@@ -37,8 +41,13 @@ class Converted(nn.Module):
     """First base of every converted class."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *rest = super().__reduce_ex__(protocol)  # the class is made at run time: name parts
         undo = vars(self)[UNDO]
+        if _has_own_reduce(undo.original):
+            attributes = {name: vars(self)[name] for name in undo.attributes}
+            with _as_it_was(self):
+                make, given, *rest = self.__reduce_ex__(protocol)
+            return _made_again, (make, given, undo.bases, attributes), *rest
+        _, _, *rest = super().__reduce_ex__(protocol)  # the class is made at run time: name parts
         return _blank, (undo.bases, undo.original), *rest
 
 
@@ -94,7 +103,55 @@ def is_restorable(module: nn.Module) -> bool:
 @cache
 def _converted(bases: tuple[type, ...], original: type) -> type:
     own = () if any(issubclass(base, original) for base in bases) else (original,)
-    return type(original.__name__, (Converted, *bases, *own), {"__module__": original.__module__})
+    added: dict[str, Any] = {"__module__": original.__module__}
+    if hasattr(original, "__deepcopy__"):
+        added["__deepcopy__"] = _deepcopy
+    if issubclass(original, GraphModule):  # which writes its code to the class
+        added["recompile"] = _recompile
+    return type(original.__name__, (Converted, *bases, *own), added)
+
+
+@contextmanager
+def _as_it_was(module: nn.Module) -> Iterator[None]:
+    """Give a module its own class and attributes while this is entered."""
+    undo = undo_of(module)
+    attributes = {name: vars(module)[name] for name in undo.attributes}
+    restore_(module)
+    try:
+        yield
+    finally:
+        swap_(module, undo.bases, attributes)
+
+
+def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """Copy a module as its own class does, and convert the copy."""
+    undo = undo_of(module)
+    attributes = copy.deepcopy({name: vars(module)[name] for name in undo.attributes}, memo)
+    with _as_it_was(module):
+        made = module.__deepcopy__(memo)  # pyright: ignore[reportCallIssue]
+    if made is not module and isinstance(made, nn.Module) and not is_converted(made):
+        swap_(made, undo.bases, attributes)
+    return made
+
+
+def _recompile(module: Any) -> Any:
+    with _as_it_was(module):
+        return module.recompile()
+
+
+def _has_own_reduce(kind: type) -> bool:
+    """Whether a class says itself how it is pickled."""
+    plain = nn.Module
+    return (kind.__reduce__, kind.__reduce_ex__) != (plain.__reduce__, plain.__reduce_ex__)
+
+
+def _made_again(
+    make: Callable[..., Any], given: tuple[Any, ...], bases: tuple[type, ...], attributes: Any
+) -> Any:
+    """Return what a class of its own pickling makes, converted."""
+    made = make(*given)
+    swap_(made, bases, attributes)
+    return made
 
 
 def _blank(bases: tuple[type, ...], original: type) -> Any:
