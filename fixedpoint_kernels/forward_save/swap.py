@@ -103,7 +103,7 @@ def is_restorable(module: nn.Module) -> bool:
 @cache
 def _converted(bases: tuple[type, ...], original: type) -> type:
     own = () if any(issubclass(base, original) for base in bases) else (original,)
-    added: dict[str, Any] = {"__module__": original.__module__}
+    added: dict[str, object] = {"__module__": original.__module__}
     if hasattr(original, "__deepcopy__"):
         added["__deepcopy__"] = _deepcopy
     if issubclass(original, GraphModule):  # which writes its code to the class
@@ -123,7 +123,7 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
         swap_(module, undo.bases, attributes)
 
 
-def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
+def _deepcopy(module: nn.Module, memo: dict[int, object]) -> object:
     """Copy a module as its own class does, and convert the copy."""
     undo = undo_of(module)
     attributes = copy.deepcopy({name: vars(module)[name] for name in undo.attributes}, memo)
@@ -134,7 +134,7 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
     return made
 
 
-def _recompile(module: Any) -> Any:
+def _recompile(module: GraphModule) -> object:
     with _as_it_was(module):
         return module.recompile()
 
@@ -146,8 +146,11 @@ def _has_own_reduce(kind: type) -> bool:
 
 
 def _made_again(
-    make: Callable[..., Any], given: tuple[Any, ...], bases: tuple[type, ...], attributes: Any
-) -> Any:
+    make: Callable[..., nn.Module],
+    given: tuple[object, ...],
+    bases: tuple[type, ...],
+    attributes: dict[str, object],
+) -> nn.Module:
     """Return what a class of its own pickling makes, converted."""
     made = make(*given)
     swap_(made, bases, attributes)

@@ -267,7 +267,7 @@ def test_functional_calls_are_named_and_the_sample_changes_nothing():
     model = nn.Sequential(nn.Identity(), Functional())
     called = []
     model[1].register_forward_hook(lambda *_: called.append(1))
-    x = torch.randn(3, 4)
+    x = torch.randn(300, 4)
     before, noise = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     report = forward_save.convert(model, few_bit=3, sample_input=x)
     few = "3 bits an element"

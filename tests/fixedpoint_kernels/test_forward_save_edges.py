@@ -66,7 +66,7 @@ def test_a_graph_is_compiled_to_code_again():
     model.recompile()
     assert sample.observe(model, x).size_bytes == kept
     forward_save.revert(model)
-    exact_bits(model(x), Functions.forward(model, x))
+    exact_bits(model(x), F.gelu(model.inner(x) * model.inner(x)))  # pyright: ignore
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,10 @@ def test_nested_tensors_take_torchs_own(layer):
 @pytest.mark.parametrize(
     ("layer", "sides"),
     [
-        (nn.MaxPool2d((2,)), 2),
-        (nn.AvgPool2d((2,)), 2),
-        (nn.MaxPool3d((2,)), 3),
-        (nn.AdaptiveAvgPool2d([2, 3]), 2),
+        (nn.MaxPool2d((2,)), 2),  # pyright: ignore
+        (nn.AvgPool2d((2,)), 2),  # pyright: ignore
+        (nn.MaxPool3d((2,)), 3),  # pyright: ignore
+        (nn.AdaptiveAvgPool2d([2, 3]), 2),  # pyright: ignore
     ],
     ids=str,
 )
