@@ -105,7 +105,7 @@ def _spatial(module: nn.Module) -> int:
 
 
 def _numbers(value: Any, spatial: int) -> tuple[int, ...]:
-    numbers = (value,) if isinstance(value, int) or value is None else tuple(value)
+    numbers = (value,) if isinstance(value, int) else tuple(value)
     return numbers * spatial if len(numbers) == 1 else numbers
 
 

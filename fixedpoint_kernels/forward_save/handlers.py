@@ -138,7 +138,7 @@ def _activation(scope: Keeper, func: Function, args: Arguments, kwargs: Options)
     bits = 1 if entry.exact else settings.bits
     if not maps.is_less_in_code(x, bits):
         return NotImplemented
-    if name == "hardtanh" and parameters[0] > parameters[1]:  # torch says what is wrong
+    if name == "hardtanh" and values["min_val"] > values["max_val"]:  # torch says what is wrong
         return NotImplemented
     out = few_bit_functional.run(name, x, parameters, bits, settings.weight)
     return overwrite(x, out) if is_inplace else out
