@@ -446,7 +446,7 @@ def registered(monkeypatch):
 def test_compiled_modules_of_one_class_have_tables_of_their_own(most):
     """So they have where torch.compile has given up on their class."""
     torch.compiler.reset()
-    x, found = torch.linspace(-3, 3, 97), []
+    x, found = torch.linspace(-3, 3, 977), []
     with torch._dynamo.config.patch(recompile_limit=most):
         for scale, bits in ((0.7, 2), (0.7, 3), (0.7, 4), (1.4, 2), (2.1, 2), (2.8, 2)):
             act = nn.Sequential(Scaled(scale))
@@ -473,5 +473,5 @@ def test_torch_compile_does_not_look_into_how_tables_are_solved_for(monkeypatch)
         for scale in (0.123, 0.234):
             act = nn.Sequential(Scaled(scale))
             forward_save.convert(act, few_bit=2)
-            torch.compile(act, backend="eager")(torch.ones(3, requires_grad=True))
+            torch.compile(act, backend="eager")(torch.ones(300, requires_grad=True))
     assert callbacks == [None, None]
