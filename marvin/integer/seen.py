@@ -32,7 +32,7 @@ _NUMBERS = (  # of torch's own modules, which chains and graphs were made of
 
 
 class Seen:
-    """The modules and tensors of a graph, numbers of its layers, and attributes that its code reads.
+    """The modules, their classes and the tensors of a graph, numbers of its layers, and attributes that its code reads.
 
     Of an attribute that no code read when it was traced, such as a count of steps that a trainer puts there, only that
     it is there counts: its value is in no graph. A layer may be replaced at any time (``model.fc = nn.Linear(64, 100)``), a parameter too
@@ -50,6 +50,7 @@ class Seen:
         inner = [module.get_submodule(name) for name in traced.inner]
         self.inner = [own for own in inner if own is not module]
         parts = [*module.modules()]
+        self._modules, self._classes = parts, [*map(type, parts)]
         self._children = [*map(children_of, parts)]
         self._parts = [*_parts_of(self._children)]
         calls = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
@@ -98,6 +99,8 @@ class Seen:
     def _is_same(self) -> bool:
         parts = [*_parts_of(self._children)]
         if len(parts) != len(self._parts) or not all(map(is_, parts, self._parts)):
+            return False
+        if [*map(type, self._modules)] != self._classes:
             return False
         if [*map(len, self._owners)] != self._sizes or not self._has_attributes():
             return False
