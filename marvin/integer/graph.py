@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.fx.immutable_collections import immutable_list
 from torch.fx.proxy import TraceError
 
 from fixedpoint_kernels._torch_private import saving_hooks, table_of, versions_of
@@ -264,8 +265,10 @@ class _Tracer(Tracer):
         return lambda root: root_fn(root, *places, **found), [self.root]
 
     def create_arg(self, a: Any) -> Any:
-        """Return what stands for a value; a dictionary of a class of its own, as transformers return, is made anew."""
+        """Return what stands for a value; a record, or a dictionary of a class of its own, as transformers return, is made anew."""
         if not isinstance(a, dict) or type(a) is dict:
+            if not self._is_of_its_fields(a):
+                raise TraceError(f"it makes a {type(a).__name__}, which no graph can make anew")
             return super().create_arg(a)
         if type(a) is OrderedDict:
             return self.create_proxy("call_function", OrderedDict, ([*a.items()],), {}).node
@@ -274,6 +277,28 @@ class _Tracer(Tracer):
         if a.keys() != held.keys() or any(a[name] is not own for name, own in held.items()):
             raise TraceError(f"it makes a {type(a).__name__}, which no graph can make anew")
         return self.create_proxy("call_function", type(a), (), found).node
+
+    def _is_of_its_fields(self, a: Any) -> bool:
+        """Say whether a record or a tuple is what its class makes of its fields, and nothing else, and a list is plain; others are."""
+        kind, count = type(a), len(self.graph.nodes)
+        if isinstance(a, list):
+            return kind in (list, immutable_list)
+        is_record = is_dataclass(a) and not isinstance(a, type)
+        if hasattr(kind, "__post_init__") or not (is_record or isinstance(a, tuple)):
+            return not is_record
+        try:
+            if is_record:
+                again = kind(**{own.name: getattr(a, own.name) for own in fields(a)})
+                is_same = True
+            else:
+                again = kind(*a) if hasattr(a, "_fields") else kind(a)
+                is_same = len(a) == len(again) and all(map(operator.is_, a, again))
+        except Exception:  # whatever a class of somebody's own raises
+            return False
+        before, after = _held(a), _held(again)
+        is_same &= type(again) is kind and before.keys() == after.keys()
+        is_same &= len(self.graph.nodes) == count
+        return is_same and all(own is after[name] for name, own in before.items())
 
     def length(self, obj: fx.Proxy) -> int | None:
         """Return how many sizes a shape has."""
@@ -288,6 +313,13 @@ class _Tracer(Tracer):
         """Answer a comparison of sizes."""
         truth = self.sizes.truth(obj.node)
         return super().to_bool(obj) if truth is None else truth
+
+
+def _held(record: Any) -> dict[str, object]:
+    """Return the attributes of an object, and its fields."""
+    found = dict(getattr(record, "__dict__", {}))
+    names = [own.name for own in fields(record)] if is_dataclass(record) else []
+    return found | {name: getattr(record, name) for name in names}
 
 
 def trace(
