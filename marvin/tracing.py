@@ -1,8 +1,6 @@
 """Traces of models by torch.fx that keep operations in place, and name what was called."""
 
 import gc
-import inspect
-import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,69 +8,20 @@ from typing import Any
 from weakref import ref
 
 from torch import fx, nn
-from torch.fx.proxy import Attribute
+from torch.fx.proxy import TraceError
+
+from marvin.kinds import (
+    OWN,
+    PASS_ON,
+    Kinds,
+    called,
+    changes_in_place,
+    kind_of_attribute,
+    kind_of_node,
+)
+from marvin.proxies import AskedTracer, ProxyOfValue, Types, answered, caller, is_of_packages
 
 __all__ = ["Reads", "Tracer", "changes_shared"]
-
-_OPERATORS = (  # in place, which torch.fx would trace as others
-    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul",
-    "iand", "ior", "ixor", "ilshift", "irshift",
-)  # fmt: skip
-# what gives a tensor of its own; of others, a result may share memory with what they take
-_OWN = {
-    "add", "sub", "mul", "div", "truediv", "neg", "matmul", "bmm", "mm", "cat", "concat", "concatenate", "stack", "clone",
-    "mean", "sum", "amax", "amin", "softmax", "relu", "relu6", "gelu", "silu", "sigmoid", "tanh", "hardswish", "hardsigmoid",
-    "leaky_relu", "linear", "conv1d", "conv2d", "batch_norm", "layer_norm", "max_pool2d", "avg_pool2d",
-    "adaptive_avg_pool2d", "interpolate", "scaled_dot_product_attention",
-}  # fmt: skip
-_PASS_ON = (
-    nn.Identity,
-    nn.Flatten,
-    nn.Unflatten,
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-)
-
-
-class _Proxy(fx.Proxy):
-    """A proxy that keeps ``x += y``, which torch.fx would trace as ``x = x + y``."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name not in ("tracer", "node"):
-            raise AttributeError(f"an attribute of a value is set, {name}, which no trace can see")
-        super().__setattr__(name, value)
-
-    def __getattr__(self, name: str) -> Attribute:
-        return _Attribute(self, name)
-
-    def __len__(self) -> int:
-        return _length(self)
-
-
-class _Attribute(Attribute):
-    """An attribute of a value, of which one may ask how long it is."""
-
-    def __len__(self) -> int:
-        return _length(self)
-
-
-def _length(proxy: fx.Proxy) -> int:
-    length = proxy.tracer.length(proxy) if isinstance(proxy.tracer, Tracer) else None
-    return fx.Proxy.__len__(proxy) if length is None else length
-
-
-def _keep(name: str) -> Any:
-    def method(self: fx.Proxy, other: object) -> fx.Proxy:
-        return self.tracer.create_proxy("call_function", getattr(operator, name), (self, other), {})
-
-    return method
-
-
-for _name in _OPERATORS:
-    setattr(_Proxy, f"__{_name}__", _keep(_name))
-
 
 _TRACING = threading.RLock()  # torch.fx changes nn.Module for the whole process meanwhile
 
@@ -129,26 +78,24 @@ _LOOKS = [
         nn.Module.__dir__,
     )
 ]  # these take parameters, modules and names
-_PACKAGES = fx.Tracer.__module__, "marvin.", "fixedpoint_kernels."
 
 
 def _is_of_packages() -> bool:
     """Say whether who reads an attribute is torch's tracer, its modules' own look, or of these packages."""
-    frame = inspect.currentframe()
-    for _ in range(2):
-        frame = frame and frame.f_back
-    if frame is None:
-        return False
-    return frame.f_code in _LOOKS or str(frame.f_globals.get("__name__")).startswith(_PACKAGES)
+    frame = caller(2)
+    return frame.f_code in _LOOKS or is_of_packages(frame)
 
 
-class Tracer(fx.Tracer):
+class Tracer(AskedTracer):
     """Traces a model, operators in place included; what other threads run meanwhile is left alone.
 
     Attributes:
         called: Names of the modules that were called, those that are traced through included.
         reads: Of attributes, meanwhile.
+        functions: That are no part of torch and give tensors.
     """
+
+    functions: frozenset[Callable[..., object]] = frozenset()
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,6 +103,8 @@ class Tracer(fx.Tracer):
         self.reads = Reads()
         self._thread = threading.get_ident()
         self._made: list[ref[fx.Proxy]] = []
+        self._kinds: dict[fx.Node, Kinds] = {}
+        self._types = Types()
 
     def is_here(self) -> bool:
         """Say whether this thread is the one that traces."""
@@ -166,16 +115,35 @@ class Tracer(fx.Tracer):
         root: nn.Module | Callable[..., object],
         concrete_args: dict[str, object] | None = None,
     ) -> fx.Graph:
-        """Trace a model; one at a time."""
+        """Trace a model; one at a time.
+
+        Raises:
+            TraceError: The model's code asks what nobody can answer before it runs, even if it catches that error.
+        """
         with _TRACING, self.reads.noted():
-            return super().trace(root, concrete_args)
+            try:
+                if isinstance(root, nn.Module):
+                    self._types.put_in(root)
+                with answered():
+                    graph = super().trace(root, concrete_args)
+            except Exception as error:
+                if not self.unanswered:
+                    raise
+                raise TraceError(self.unanswered[0]) from error
+            finally:
+                self._types.restore()
+        if self.unanswered:
+            raise TraceError(self.unanswered[0])
+        return graph
 
     def call_module(self, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Remember the name of a module that is called."""
         if not self.is_here():
             forward, inputs, options = args
             return forward(*inputs, **options)
-        self.called[self.path_of_module(m)] = None
+        self.called[name := self.path_of_module(m)] = None
+        if not self.is_leaf_module(m, name):
+            self._types.put_in(m)
         return super().call_module(m, *args, **kwargs)
 
     def getattr(
@@ -192,9 +160,46 @@ class Tracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Return what stands for a value while the model's code runs."""
-        found = _Proxy(node, self)
+        self._kinds[node] = kind_of_node(
+            node, self._kinds, self.root, self.functions, self.is_known_layer
+        )
+        found = ProxyOfValue(node, self)
         self._made.append(ref(found))
         return found
+
+    def kinds(self, proxy: fx.Proxy) -> Kinds:
+        """Return the classes of which a value has one; none where nothing is known."""
+        own = vars(proxy)
+        if "attr" in own and own["_node"] is None:
+            return kind_of_attribute(self.kinds(own["root"]), own["attr"])
+        return self._kinds.get(proxy.node, ())
+
+    def is_known_layer(self, m: nn.Module) -> bool:
+        """Say whether a module of a class of others gives a tensor of its own."""
+        return False
+
+    def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
+        """Add a node; remember an error, even if the model's code catches it."""
+        with self._noted():
+            return super().create_proxy(*args, **kwargs)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Refuse a branch on a value; remember it, even if the model's code catches the error."""
+        with self._noted():
+            return super().to_bool(obj)
+
+    def iter(self, obj: Any) -> Iterator[Any]:
+        """Refuse a loop over a value; remember it, even if the model's code catches the error."""
+        with self._noted():
+            return super().iter(obj)
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.refused(str(error))
+            raise
 
     def are_kept(self) -> bool:
         """Say whether somebody keeps what stood for a value, after a trace."""
@@ -205,7 +210,7 @@ class Tracer(fx.Tracer):
 
 def changes_shared(node: fx.Node, module: nn.Module) -> bool:
     """Say whether a call of a trace of ``module`` writes to what other nodes use, or to memory that they may share."""
-    if not _changes_in_place(node, module):
+    if not changes_in_place(node, module):
         return False
     if "out" in node.kwargs:
         return True
@@ -214,7 +219,7 @@ def changes_shared(node: fx.Node, module: nn.Module) -> bool:
         own = waiting.pop()
         if len(own.users) > 1 or own.op == "get_attr":  # a parameter's, or a buffer's
             return True
-        is_asked_itself = _changes_in_place(own, module)
+        is_asked_itself = changes_in_place(own, module)
         if not is_asked_itself and not _makes_own(own, module):
             waiting += own.all_input_nodes
     return False
@@ -223,25 +228,5 @@ def changes_shared(node: fx.Node, module: nn.Module) -> bool:
 def _makes_own(node: fx.Node, module: nn.Module) -> bool:
     """Say whether the result of a node is known to share memory with nothing that it takes."""
     if node.op == "call_module":
-        return not isinstance(module.get_submodule(str(node.target)), _PASS_ON)
-    return _called(node) in _OWN
-
-
-def _called(node: fx.Node) -> str:
-    """Return the name of the function or method that a node calls."""
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-def _changes_in_place(node: fx.Node, module: nn.Module) -> bool:
-    """Say whether a node writes to what it takes."""
-    if node.op == "call_module":
-        return bool(getattr(module.get_submodule(str(node.target)), "inplace", False))
-    if node.op not in ("call_function", "call_method"):
-        return False
-    if node.kwargs.get("inplace") or "out" in node.kwargs:
-        return True
-    name = _called(node)
-    own = getattr(operator, name, None)
-    return (own is node.target and name in (*_OPERATORS, "setitem")) or (
-        name.endswith("_") and not name.endswith("__")
-    )
+        return not isinstance(module.get_submodule(str(node.target)), PASS_ON)
+    return called(node) in OWN

@@ -236,6 +236,10 @@ class _Tracer(Tracer):
         is_whole = is_whole or has_own_forward(m)
         return is_whole or super().is_leaf_module(m, module_qualified_name)
 
+    def is_known_layer(self, m: nn.Module) -> bool:
+        """Say whether a module is an activation function or a norm of others that chains know."""
+        return is_known(m)
+
     def call_module(self, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a module without its hooks: chains do not run where there are any, and hooks may keep what they see."""
         forward, inputs, options = args

@@ -215,6 +215,8 @@ class _Tracer(Tracer):
         activations: What modules round, by name.
     """
 
+    functions = frozenset({round_values})
+
     def __init__(self, activations: Mapping[str, Formats]) -> None:
         super().__init__()
         self.activations = activations
