@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fixedpoint_kernels._torch_private import own_forward_hooks
+from fixedpoint_kernels._torch_private import own_forward_hooks, table_of
 
 __all__ = ["OPERATORS", "OWN", "PASS_ON", "Kinds", "are_tensors", "called", "changes_in_place", "kind_of_attribute", "kind_of_node"]  # fmt: skip
 
@@ -97,7 +97,8 @@ def kind_of_node(
     if node.op == "placeholder":
         return Tensor, nn.Parameter
     if node.op == "get_attr":
-        return (type(operator.attrgetter(str(node.target))(root)),)
+        owner, _, name = str(node.target).rpartition(".")
+        return (type(table_of(root.get_submodule(owner), name)[name]),)
     if node.op == "call_module":
         own = root.get_submodule(str(node.target))
         return (Tensor,) if is_known(own) else _behind(own, taken)

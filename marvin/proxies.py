@@ -11,7 +11,7 @@ import sys
 from abc import ABCMeta
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType, UnionType
 from typing import Any
 
@@ -23,10 +23,11 @@ from marvin.kinds import OPERATORS, Kinds, are_tensors
 __all__ = ["AskedTracer", "ProxyOfValue", "Types", "answered", "caller", "is_of_packages"]
 
 _PACKAGES = "torch.fx.", "torch.nn.parameter", "marvin.", "fixedpoint_kernels."
+_PYTHONS = "abc", "dataclasses"
 _PLAIN_LOOKS = "LOAD_ATTR", "LOAD_METHOD", "MATCH_CLASS"
 _METACLASSES = type, ABCMeta, type(Tensor), type(nn.Parameter)
 _NUMBERS = (
-    "__int__", "__float__", "__complex__", "__index__", "__round__", "__trunc__", "__floor__", "__ceil__",
+    "__int__", "__float__", "__complex__", "__round__", "__trunc__", "__floor__", "__ceil__",
 )  # fmt: skip
 
 
@@ -36,7 +37,9 @@ def caller(depth: int = 1) -> FrameType | None:
 
 
 def is_of_packages(frame: FrameType | None) -> bool:
-    """Say whether code is of torch's tracer, or of these packages."""
+    """Say whether code is of torch's tracer, or of these packages, or of Python's own that those call."""
+    while frame is not None and frame.f_globals.get("__name__") in _PYTHONS:
+        frame = frame.f_back
     name = "" if frame is None else str(frame.f_globals.get("__name__"))
     return name.startswith(_PACKAGES)
 
@@ -237,7 +240,7 @@ class Types:
     """Puts what stands for ``type`` where functions that a model may call look for it."""
 
     def __init__(self) -> None:
-        self._seen: set[tuple[CodeType, type | None]] = set()
+        self._seen: set[CodeType] = set()
         self._tables: list[dict[str, Any]] = []
         self._objects: set[type] = set()
 
@@ -249,10 +252,12 @@ class Types:
         self._objects = {type(own) for own in held if not _is_others(str(type(own).__module__))}
         while waiting:
             value, owner = waiting.pop()
-            waiting += [(own, owner) for own in _inside(value)]
-            if _isinstance(value, FunctionType) and (value.__code__, owner) not in self._seen:
-                self._seen.add((value.__code__, owner))
+            if _isinstance(value, FunctionType):
+                if value.__code__ in self._seen:
+                    continue
+                self._seen.add(value.__code__)
                 waiting += self._named(value, owner)
+            waiting += [(own, owner) for own in _inside(value)]
 
     def restore(self) -> None:
         """Take it out again."""
@@ -315,6 +320,7 @@ def _inside(value: Any) -> Iterator[object]:
         yield value.__wrapped__
 
 
+@cache
 def _names(code: CodeType) -> set[str]:
     inner = (_names(own) for own in code.co_consts if type(own) is CodeType)
     return {*code.co_names}.union(*inner)
