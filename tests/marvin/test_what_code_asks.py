@@ -1,16 +1,20 @@
 """Code that asks Python what a value is, records that it makes, and classes that change: a converted model does as the model."""
 
+import builtins
 import copy
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.proxy import TraceError
 
 import marvin
 from marvin.integer import convert
 from marvin.integer.graph import trace
+from marvin.tracing import Tracer
 from tests.marvin.test_fusion import batch, same
 
 
@@ -133,3 +137,128 @@ def test_a_class_that_changes_is_seen(training):
         for own in (model, twin):
             own.relu.__class__ = nn.Tanh
         same(model(x), twin(x))
+
+
+def swallows(y):
+    try:
+        if y.abs().max() > 0:
+            y = y * 2
+    except Exception:  # noqa: BLE001, S110  as models do
+        pass
+    return y
+
+
+def counts(y):
+    try:
+        return y * float(y.detach().abs().max())
+    except (TypeError, ValueError):
+        return y
+
+
+def matches(y):
+    match y:
+        case Tensor():
+            return y * 2
+    return y
+
+
+def is_a_tensor(y):
+    return type(y) is Tensor
+
+
+@functools.lru_cache
+def is_kind(kind):
+    return issubclass(kind, Tensor)
+
+
+class Deep:
+    def __call__(self, y):
+        return is_a_tensor(y)
+
+
+deep = Deep()
+
+
+class Gated(Asking):
+    """Asks for its argument."""
+
+    def forward(self, x):
+        x = x * 100 if hasattr(x, "weights") else x * getattr(x, "gain", 1.0)
+        return super().forward(x)
+
+
+class Recurrent(Asking):
+    def __init__(self, rest):
+        super().__init__(rest)
+        self.rnn = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x):
+        y = self.rnn(super().forward(x).flatten(2).transpose(1, 2))
+        return y[0] if isinstance(y, tuple) else y
+
+
+ASKS = {  # and whether what they ask is known
+    "isinstance": (lambda y: y * 2 if isinstance(y, Tensor) else y, True),
+    "of some": (lambda y: y if isinstance(y, (list, tuple)) else y * 2, True),
+    "or": (lambda y: y * 2 if isinstance(y, Tensor | int) else y, True),
+    "is_tensor": (lambda y: y * 2 if torch.is_tensor(y) else y, True),
+    "a parameter": (lambda y: y if isinstance(y, nn.Parameter) else y * 2, True),
+    "type": (lambda y: y * 2 if type(y) is Tensor else y, True),
+    "the name of a type": (lambda y: y * 2 if type(y).__name__ == "Tensor" else y, True),
+    "a helper": (lambda y: y * 2 if is_a_tensor(y) else y, True),
+    "a helper of a helper": (lambda y: y * 2 if deep(y) else y, True),
+    "__class__": (lambda y: y * 2 if y.__class__ is Tensor else y, True),
+    "match": (matches, True),
+    "a type's key": (lambda y: y * 2 if is_kind(type(y)) else y, True),
+    "a size": (lambda y: y * 2 if isinstance(y.shape[0], int) and isinstance(y.shape, tuple) else y, True),
+    "callable": (lambda y: y if callable(y) else y * 2, True),
+    "a method": (lambda y: y * 2 if callable(y.mean) and hasattr(y, "shape") else y, True),
+    "hasattr": (lambda y: y if hasattr(y, "weights") else y * 2, False),
+    "getattr": (lambda y: y * 2 if getattr(y, "weights", None) is None else y, False),
+    "a method that is not there": (lambda y: y if callable(getattr(y, "foo", None)) else y * 2, False),
+    "a text": (lambda y: y * len(f"{y.shape[-1]}"), False),
+    "str": (lambda y: y * len(str(y.shape)), False),
+    "repr": (lambda y: y * len(repr(y.dtype)), False),
+    "a key": (lambda y: y * {4: 2.0}.get(y.shape[-1], 1.0), False),
+    "an error that is caught": (swallows, False),
+    "a number that is caught": (counts, False),
+    "an item": (lambda y: y * 2 if isinstance(y.max(1), tuple) else y, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_code_that_asks_what_a_value_is_gets_the_answer_of_the_value(name):
+    rest, is_known = ASKS[name]
+    model, twin = prepared(Asking(rest))
+    reason = trace(model)
+    assert isinstance(reason, str) is not is_known, reason
+    assert is_known or reason.startswith("torch.fx cannot trace it")
+    x, _ = batch(0)
+    same(model(x), twin(x))
+    for own in (model, twin):
+        own.eval()
+    with torch.no_grad():
+        same(model(x), twin(x))
+
+
+@pytest.mark.parametrize(("kind", "is_known"), [(Gated, False), (Recurrent, True)])
+def test_arguments_and_tuples_are_asked_for(kind, is_known):
+    model, twin = prepared(kind(lambda y: y))
+    assert isinstance(trace(model), str) is not is_known
+    x, _ = batch(0)
+    same(model(x), twin(x))
+
+
+def test_keys_of_sizes_are_those_of_the_model():
+    model, twin = prepared(Asking(lambda y: {f"f{y.shape[-1]}": y}), lambda y: y["f4"])
+    x, _ = batch(0)
+    same(model(x), twin(x))
+
+
+def test_python_answers_as_before_when_a_trace_is_over():
+    before = builtins.isinstance, builtins.callable
+    Tracer().trace(Asking(ASKS["type"][0]))
+    with pytest.raises(TraceError, match="has an attribute, weights"):
+        Tracer().trace(Asking(ASKS["hasattr"][0]))
+    assert (builtins.isinstance, builtins.callable) == before
+    assert "type" not in globals()
