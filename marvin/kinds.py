@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +79,7 @@ def kind_of_attribute(kinds: Kinds, name: str) -> Kinds:
 def kind_of_node(
     node: fx.Node,
     known: Mapping[fx.Node, Kinds],
-    root: Any,
+    root: nn.Module,
     others: Collection[Callable[..., object]],
     is_known: Callable[[nn.Module], bool],
 ) -> Kinds:
@@ -120,7 +119,9 @@ def _behind(own: nn.Module, taken: list[Kinds]) -> Kinds:
     """Return of which class a module's result is."""
     forward = vars(own).get("forward", type(own).forward)
     module = getattr(forward, "__module__", type(forward).__module__)
-    hooks = [getattr(f, "__module__", type(f).__module__) for f in own_forward_hooks(own)[1].values()]
+    hooks = [
+        getattr(f, "__module__", type(f).__module__) for f in own_forward_hooks(own)[1].values()
+    ]
     if not all(str(name).startswith(("marvin.", "torch.nn.modules.")) for name in (module, *hooks)):
         return ()
     if type(own).forward in _PAIRS:

@@ -171,18 +171,15 @@ def _keep(name: str) -> Any:
     return method
 
 
-def _no_number(name: str) -> Any:
-    def method(self: _Asked, *args: object) -> Any:
-        raise self.tracer.refused("it makes a Python number of a value, or of a size")
-
-    return method
+def _no_number(self: _Asked, *args: object) -> float:
+    raise self.tracer.refused("it makes a Python number of a value, or of a size")
 
 
 for _name in OPERATORS:
     setattr(ProxyOfValue, f"__{_name}__", _keep(_name))
 for _name in _NUMBERS:
     if not hasattr(fx.Proxy, _name):
-        setattr(_Asked, _name, _no_number(_name))
+        setattr(_Asked, _name, _no_number)
 
 _PROXIES = ProxyOfValue, _Attribute
 _isinstance, _callable = builtins.isinstance, builtins.callable

@@ -61,7 +61,7 @@ class Reads:
 
     def may_have(self, own: nn.Module, name: str) -> bool:
         """Say whether code may have read an attribute; that of classes that look for attributes in ways of their own may."""
-        # a module's own has another's trace meanwhile
+        # nn.Module has one while another thread traces
         others = set(type(own).__mro__) - {nn.Module, object}
         looks_itself = any("__getattribute__" in vars(c) for c in others)
         return looks_itself or not self._found.isdisjoint({(id(own), name), (id(own), _ALL)})
@@ -83,7 +83,7 @@ _LOOKS = [
 def _is_of_packages() -> bool:
     """Say whether who reads an attribute is torch's tracer, its modules' own look, or of these packages."""
     frame = caller(2)
-    return frame.f_code in _LOOKS or is_of_packages(frame)
+    return frame is not None and (frame.f_code in _LOOKS or is_of_packages(frame))
 
 
 class Tracer(AskedTracer):

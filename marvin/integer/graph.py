@@ -291,9 +291,8 @@ class _Tracer(Tracer):
         if hasattr(kind, "__post_init__") or not (is_record or isinstance(a, tuple)):
             return not is_record
         try:
-            if is_record:
-                again = kind(**{own.name: getattr(a, own.name) for own in fields(a)})
-                is_same = True
+            if not isinstance(a, tuple):
+                again, is_same = kind(**{own.name: getattr(a, own.name) for own in fields(a)}), True
             else:
                 again = kind(*a) if hasattr(a, "_fields") else kind(a)
                 is_same = len(a) == len(again) and all(map(operator.is_, a, again))
@@ -319,7 +318,7 @@ class _Tracer(Tracer):
         return super().to_bool(obj) if truth is None else truth
 
 
-def _held(record: Any) -> dict[str, object]:
+def _held(record: object) -> dict[str, object]:
     """Return the attributes of an object, and its fields."""
     found = dict(getattr(record, "__dict__", {}))
     names = [own.name for own in fields(record)] if is_dataclass(record) else []
