@@ -127,6 +127,7 @@ class _RoundedIdentity(torch.autograd.Function):
         return tangent.clone()
 
 
+@left_uncompiled
 def fake_quantize(
     x: Tensor,
     fmt: FixedPoint | Minifloat,

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
+from fixedpoint_kernels._torch_private import left_uncompiled
 from fixedpoint_kernels.formats import BlockFloat, FixedPoint, Minifloat
 from fixedpoint_kernels.memory import (
     Places,
@@ -34,6 +35,7 @@ _FLOATS = torch.float32, torch.bfloat16, torch.float16
 _ROUNDINGS = get_args(Rounding)
 
 
+@left_uncompiled
 def quantize(  # noqa: PLR0913  noise has three coordinates
     x: Tensor,
     fmt: FixedPoint | Minifloat,
@@ -101,6 +103,7 @@ def quantize(  # noqa: PLR0913  noise has three coordinates
     return out
 
 
+@left_uncompiled
 def quantize_with_mask(
     x: Tensor,
     fmt: FixedPoint | Minifloat,
@@ -125,6 +128,7 @@ def quantize_with_mask(
     return y, inside
 
 
+@left_uncompiled
 def quantize_many(  # noqa: PLR0913  noise has three coordinates
     xs: Sequence[Tensor],
     fmts: Sequence[FixedPoint | Minifloat],
@@ -205,6 +209,7 @@ def keep_inside(x: Tensor, inside: Tensor) -> Tensor:
     return y
 
 
+@left_uncompiled
 def encode(
     x: Tensor,
     fmt: FixedPoint,

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import marvin
+from fixedpoint_kernels import FixedPoint, encode, quantize, quantize_many, quantize_with_mask
 from marvin import MSGD, MarvinPolicy, Quantized
 
 FAST = {"lookback": (2, 5), "resolution": (10, 20)}
@@ -160,6 +161,26 @@ def test_a_step_in_compiled_code_is_done_outside_of_it(make, whole):
     assert got == losses
     torch.testing.assert_close(dict(compiled_weights), dict(weights), rtol=0, atol=0)
     assert repr(compiled_optimizer.trace) == repr(optimizer.trace)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    "round_",
+    [
+        marvin.fake_quantize,
+        quantize,
+        encode,
+        lambda x, fmt, **noise: quantize_with_mask(x, fmt, **noise)[0],
+        lambda x, fmt, **noise: quantize_many([x], [fmt], **noise)[0],
+    ],
+    ids=["fake_quantize", "quantize", "encode", "quantize_with_mask", "quantize_many"],
+)
+def test_numbers_are_rounded_in_compiled_code_as_outside_of_it(round_):
+    def half(x):
+        return round_(x * 0.5, FixedPoint(4, 2), seed=3)
+
+    x = torch.randn(64)
+    assert torch.equal(torch.compile(half, backend="eager")(x), half(x))
 
 
 @pytest.mark.usefixtures("fresh_compiler")
