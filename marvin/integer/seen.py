@@ -50,7 +50,7 @@ class Seen:
         inner = [module.get_submodule(name) for name in traced.inner]
         self.inner = [own for own in inner if own is not module]
         parts = [*module.modules()]
-        self._modules, self._classes = parts, [*map(type, parts)]
+        self._watched, self._classes = parts, [*map(type, parts)]
         self._children = [*map(children_of, parts)]
         self._parts = [*_parts_of(self._children)]
         calls = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
@@ -100,7 +100,7 @@ class Seen:
         parts = [*_parts_of(self._children)]
         if len(parts) != len(self._parts) or not all(map(is_, parts, self._parts)):
             return False
-        if [*map(type, self._modules)] != self._classes:
+        if [*map(type, self._watched)] != self._classes:
             return False
         if [*map(len, self._owners)] != self._sizes or not self._has_attributes():
             return False

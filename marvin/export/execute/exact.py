@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from marvin.export.errors import ExportError
-from marvin.export.execute.integer import check_numbers, check_samples
+from marvin.export.execute.samples import check_numbers, check_samples
 from marvin.export.execute.simulate import simulate
 from marvin.export.execute.transformers import check_indices
 from marvin.export.graph.nodes import Network, check_network

@@ -11,6 +11,7 @@ from torch import Tensor
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError
 from marvin.export.execute.arithmetic import Codes, align, magnitude, round_codes, weigh
+from marvin.export.execute.samples import check_numbers, check_samples
 from marvin.export.execute.transformers import embed, matmul, norm, softmax
 from marvin.export.graph.functions import Clip, Mul, Table
 from marvin.export.graph.nodes import (
@@ -31,7 +32,7 @@ from marvin.export.graph.nodes import (
 from marvin.export.graph.transformers import Constant, Embedding, MatMul, Norm, Softmax
 from marvin.export.graph.views import Concat, Pad, Reshape, Slice, Transpose
 
-__all__ = ["check_numbers", "check_samples", "encode_input", "run", "run_all", "run_heads"]
+__all__ = ["encode_input", "run", "run_all", "run_heads"]
 
 _Parts = tuple[Codes, int]  # codes, and their ``fl``
 _CODES = 2**24  # that are there at one time: of as many samples as this allows
@@ -96,30 +97,6 @@ def run_all(network: Network, x: Tensor) -> dict[str, Codes]:
         parts = [(found[name], network.values[name].fl) for name in op.inputs]
         found[op.name] = _COMPUTE[type(op)](op, *parts)
     return found
-
-
-def check_samples(network: Network, x: object) -> None:
-    """Refuse what are no samples of a network.
-
-    Raises:
-        ExportError: ``x`` has another shape than ``(n, *network.input.shape)``.
-        TypeError: ``x`` is not a tensor.
-    """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"samples must be a tensor, got {type(x).__name__}")
-    shape = network.input.shape
-    if tuple(x.shape[1:]) != shape:
-        raise ExportError(f"the input must have shape (n, {shape}), got {tuple(x.shape)}")
-
-
-def check_numbers(x: Tensor) -> None:
-    """Refuse samples with a NaN.
-
-    Raises:
-        ExportError: There is one.
-    """
-    if x.isnan().any():
-        raise ExportError("the input must be numbers, got NaN")
 
 
 def encode_input(x: Tensor, fmt: FixedPoint) -> Codes:
