@@ -251,11 +251,17 @@ def test_pooling_of_images_takes_no_rows():
     [
         lambda m, x: m.a(x) if isinstance(x, torch.Tensor) else m.b(x),
         lambda m, x: m.a(x) if torch.is_tensor(x) else m.b(x),
-        lambda m, x: m.b(x) if torch.is_grad_enabled() else m.a(x),
     ],
 )
-def test_a_forward_that_goes_another_way_in_a_trace_is_refused(function):
-    assert_refused("goes another when it is traced: b is never called", function, two())
+def test_a_forward_that_asks_for_the_class_of_a_value_goes_its_way(function):
+    model, x = frozen(function, two())
+    network = describe(model, x)
+    assert [op.name for op in network.operations if op.name in ("a", "b")] == ["a"]
+
+
+def test_a_forward_that_goes_another_way_in_a_trace_is_refused():
+    match = "goes another when it is traced: b is never called"
+    assert_refused(match, lambda m, x: m.b(x) if torch.is_grad_enabled() else m.a(x), two())
 
 
 @pytest.mark.parametrize("factor", [1e-9, 1e-10, 3e-8])

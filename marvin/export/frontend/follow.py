@@ -161,7 +161,7 @@ class Follower:
                 missed = f": {left[0]} is never called" if left else ""
                 raise ExportError(
                     f"forward must go one way, and goes another when it is traced{missed}; write it without a "
-                    "branch on what a tracer changes, such as isinstance(x, torch.Tensor)"
+                    "branch on what a tracer changes, such as torch.is_grad_enabled()"
                 )
             wanted = self.values[name].double()
             what = f"the model gives something else than its last call as {label}"
