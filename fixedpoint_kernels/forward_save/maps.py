@@ -315,7 +315,15 @@ def is_smaller(x: Tensor, spatial: int, settings: Division) -> bool:
     layout = Layout(shape, x.dtype, block, bits, spatial)
     packed = math.prod(layout.codes_shape) + 2 * math.prod(layout.ranges_shape)
     packed += 0 if settings.method == "high" else 2 * math.prod(layout.means_shape)
-    return packed < min(x.numel() * x.itemsize, x.untyped_storage().nbytes())
+    return packed < _size_bytes(x)
+
+
+def _size_bytes(x: Tensor) -> int:
+    """Return the bytes that ``x`` takes: of an expanded one, those of its memory."""
+    try:
+        return min(x.nbytes, x.untyped_storage().nbytes())
+    except NotImplementedError:  # inside of torch.func, which ``pack`` refuses by name
+        return x.nbytes
 
 
 def is_less_in_code(x: Tensor, bits: int) -> bool:
@@ -323,7 +331,7 @@ def is_less_in_code(x: Tensor, bits: int) -> bool:
     if torch.compiler.is_compiling():  # a graph may be for other sizes, too
         return True
     size_bytes = -(x.numel() // -CODE) * CODE // 8 * bits
-    return size_bytes < min(x.numel() * x.itemsize, x.untyped_storage().nbytes())
+    return size_bytes < _size_bytes(x)
 
 
 def is_channels_last(x: Tensor) -> bool:
