@@ -20,8 +20,17 @@ from torch.fx.proxy import Attribute, TraceError
 
 from marvin.kinds import OPERATORS, Kinds, are_tensors
 
-__all__ = ["AskedTracer", "ProxyOfValue", "Types", "answered", "caller", "is_of_packages"]
+__all__ = [
+    "OF_TEXTS",
+    "AskedTracer",
+    "ProxyOfValue",
+    "Types",
+    "answered",
+    "caller",
+    "is_of_packages",
+]
 
+OF_TEXTS = "it makes a text of a value, or of a size"
 _PACKAGES = "torch.fx.", "torch.nn.parameter", "marvin.", "fixedpoint_kernels."
 _PYTHONS = "abc", "dataclasses"
 _PLAIN_LOOKS = "LOAD_ATTR", "LOAD_METHOD", "MATCH_CLASS"
@@ -56,11 +65,18 @@ class AskedTracer(fx.Tracer):
 
     Attributes:
         unanswered: Why what was traced may be wrong, each time.
+        texts: Of values, which only the message of an assertion may have: see ``told``.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.unanswered: list[str] = []
+        self.texts: list[str] = []
+
+    def told(self, message: object) -> None:
+        """Take the texts of values that an assertion's message has as answered."""
+        if type(message) is str:
+            self.texts = [own for own in self.texts if own not in message]
 
     def refused(self, reason: str) -> TraceError:
         """Remember why a trace may be wrong, even if the model's code catches the error that is returned."""
@@ -138,7 +154,10 @@ class _Asked(fx.Proxy):
     def _text(self, frame: FrameType | None, form: str) -> str:
         if is_of_packages(frame):
             return format(f"Proxy({self.node.name})", form)
-        raise self.tracer.refused("it makes a text of a value, or of a size")
+        if form:
+            raise self.tracer.refused(OF_TEXTS)
+        self.tracer.texts.append(text := f"<{self.node.name}>")
+        return text
 
     def __hash__(self) -> int:
         if is_of_packages(caller()) or are_tensors(self.tracer.kinds(self)):

@@ -10,6 +10,7 @@ from weakref import ref
 from torch import fx, nn
 from torch.fx.proxy import TraceError
 
+from fixedpoint_kernels._torch_private import ASSERT
 from marvin.kinds import (
     OWN,
     PASS_ON,
@@ -19,7 +20,15 @@ from marvin.kinds import (
     kind_of_attribute,
     kind_of_node,
 )
-from marvin.proxies import AskedTracer, ProxyOfValue, Types, answered, caller, is_of_packages
+from marvin.proxies import (
+    OF_TEXTS,
+    AskedTracer,
+    ProxyOfValue,
+    Types,
+    answered,
+    caller,
+    is_of_packages,
+)
 
 __all__ = ["Reads", "Tracer", "changes_shared"]
 
@@ -132,6 +141,8 @@ class Tracer(AskedTracer):
                 raise TraceError(self.unanswered[0]) from error
             finally:
                 self._types.restore()
+        if self.texts:
+            self.refused(OF_TEXTS)
         if self.unanswered:
             raise TraceError(self.unanswered[0])
         return graph
@@ -180,6 +191,8 @@ class Tracer(AskedTracer):
 
     def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
         """Add a node; remember an error, even if the model's code catches it."""
+        if args[:2] == ("call_function", ASSERT):
+            self.told([*args[2], *args[3].values()][-1])
         with self._noted():
             return super().create_proxy(*args, **kwargs)
 

