@@ -320,8 +320,7 @@ class Quantized(WithMasters):
         number = self._counts.step + 1
         now = Step(number, self._seed, self.param_groups[0], total, samples, others)
         update = self.policy.update(self.shared, layers, now)
-        update = completed(self.policy, update, layers, number)
-        update = self._with_float_inputs(update)
+        update = self._completed(update, layers, number)
 
         # masters move, weights follow; nothing is refused any more
         self._counts.step = number
@@ -362,8 +361,7 @@ class Quantized(WithMasters):
             self._adopt_changed()
             layers, _ = self._layers({}, {})
             update = self.policy.end_epoch(self.shared, layers, now)
-            update = completed(self.policy, update, layers, now.number)
-            update = self._with_float_inputs(update)
+            update = self._completed(update, layers, now.number)
             self._write(self._keep(update, []), Purpose.INITIAL)
         if update.switches:
             self._carriers.publish(self)
@@ -731,8 +729,9 @@ class Quantized(WithMasters):
             )
         return trained, frozen
 
-    def _with_float_inputs(self, update: Update) -> Update:
-        """Let switches say that a layer whose inputs follow its weight does not round them."""
+    def _completed(self, update: Update, layers: list[Layer], step: int) -> Update:
+        """Complete what a policy decided, and let switches say that a layer whose inputs follow its weight does not round them."""
+        update = completed(self.policy, update, layers, step)
         if all(row.input_wl for row in update.switches):
             return update
         rounded = {self._layout.names.get(p) for p in self._carriers.rounded()}

@@ -14,6 +14,7 @@ from fixedpoint_kernels.few_bit import operators
 from fixedpoint_kernels.few_bit.functional import table_key
 from fixedpoint_kernels.forward_save import maps
 from fixedpoint_kernels.forward_save.in_place import overwrite
+from fixedpoint_kernels.sides import for_each_side
 
 __all__ = ["AdaptiveAvgPool", "AvgPool", "Dropout", "MaxPool"]
 
@@ -45,7 +46,7 @@ class MaxPool(nn.Module):
         if not _keeps(self, input):
             return super().forward(input)
         names = "kernel_size", "stride", "padding", "dilation"
-        window = [_numbers(getattr(self, name), _spatial(self)) for name in names]
+        window = [for_each_side(getattr(self, name), _spatial(self)) for name in names]
         if _spatial(self) == 1:  # views stay outside of the Function
             flat = [(i, *n) for i, n in zip((1, 1, 0, 1), window, strict=True)]
             return _MaxPool.apply(input.unsqueeze(-2), flat, self.ceil_mode).squeeze(-2)  # pyright: ignore
@@ -60,7 +61,7 @@ class AvgPool(nn.Module):
         if not _keeps(self, input):
             return super().forward(input)
         spatial = _spatial(self)
-        window = [_numbers(n, spatial) for n in (self.kernel_size, self.stride, self.padding)]
+        window = [for_each_side(n, spatial) for n in (self.kernel_size, self.stride, self.padding)]
         divisor = getattr(self, "divisor_override", None)
         rest = self.ceil_mode, self.count_include_pad, divisor
         if spatial == 1:
@@ -78,7 +79,7 @@ class AdaptiveAvgPool(nn.Module):
             return super().forward(input)
         size = self.output_size
         if _spatial(self) == 1:
-            flat = 1, *_numbers(size, 1)
+            flat = 1, *for_each_side(size, 1)
             return _AdaptiveAvgPool.apply(input.unsqueeze(-2), flat, 2).squeeze(-2)  # pyright: ignore
         return _AdaptiveAvgPool.apply(input, size, _spatial(self))  # pyright: ignore
 
@@ -91,7 +92,7 @@ def dropout(x: Tensor, p: float) -> Tensor:
 def window_size(module: Any) -> int:
     """Return how many places a max pooling's window has."""
     size = 1
-    for side in _numbers(module.kernel_size, _spatial(module)):
+    for side in for_each_side(module.kernel_size, _spatial(module)):
         size *= side
     return size
 
@@ -102,11 +103,6 @@ def _spatial(module: nn.Module) -> int:
     if isinstance(module, kinds):
         return 1
     return 2 if isinstance(module, (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)) else 3
-
-
-def _numbers(value: Any, spatial: int) -> tuple[int, ...]:
-    numbers = (value,) if isinstance(value, int) else tuple(value)
-    return numbers * spatial if len(numbers) == 1 else numbers
 
 
 class _Dropout(torch.autograd.Function):

@@ -1,7 +1,6 @@
 """Which formats a layer multiplies, and whether integer units hold them."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +15,7 @@ from fixedpoint_kernels._torch_private import (
     own_parameters,
 )
 from fixedpoint_kernels.norms import norms_many
+from fixedpoint_kernels.sides import for_each_side
 from marvin.channels import ChannelFormat
 from marvin.freezing import FrozenRounding
 from marvin.hooks import rounders_of
@@ -226,20 +226,14 @@ def window_of(module: nn.Module) -> tuple[_Numbers, _Numbers, _Numbers] | str | 
     if module.padding_mode != "zeros":
         return f"its border is not 0, but padding_mode={module.padding_mode!r}"
     sides = 1 if isinstance(module, nn.Conv1d) else 2
-    stride, dilation = _each(module.stride, sides), _each(module.dilation, sides)
+    stride, dilation = for_each_side(module.stride, sides), for_each_side(module.dilation, sides)
     padding = module.padding
     if padding == "same":
-        kernel = _each(module.kernel_size, sides)
+        kernel = for_each_side(module.kernel_size, sides)
         reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         if any(r % 2 for r in reach):
             return "padding='same' of an even kernel pads one side more than the other"
         padding = tuple(r // 2 for r in reach)
     elif isinstance(padding, str):
         padding = (0,) * sides
-    return stride, _each(padding, sides), dilation
-
-
-def _each(numbers: int | Sequence[int], sides: int) -> _Numbers:
-    """Return a number for each side; somebody may set one for all, as PyTorch takes it."""
-    found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
-    return found * sides if len(found) == 1 else found
+    return stride, for_each_side(padding, sides), dilation

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels.sides import for_each_side
 from marvin.channels import ChannelFormat
 from marvin.export.errors import ExportError, fixed_point
 from marvin.export.frontend.builder import Builder, Pending
@@ -106,7 +107,7 @@ def _conv(builder: Builder, name: str, module: str, m: nn.Conv1d | nn.Conv2d, so
     shape, sides = builder.values[source].shape, m.weight.ndim - 2
     _check_dims(module, "a convolution", sides, shape)
     numbers = _numbers(builder, module, m, source)
-    kernel, dilation = m.weight.shape[2:], _each(m.dilation, sides)
+    kernel, dilation = m.weight.shape[2:], for_each_side(m.dilation, sides)
     padding, before = _padding(module, m, kernel, dilation)
     if any(before):  # of an even kernel, "same" pads more behind than before: so does a tap of 0
         pads = [n for tap in reversed(before) for n in (tap, 0)]
@@ -115,7 +116,7 @@ def _conv(builder: Builder, name: str, module: str, m: nn.Conv1d | nn.Conv2d, so
         name,
         (source,),
         **numbers,
-        stride=_each(m.stride, sides),
+        stride=for_each_side(m.stride, sides),
         padding=padding,
         dilation=dilation,
         groups=m.groups,
@@ -149,7 +150,7 @@ def _padding(
     if m.padding == "valid":
         return (0,) * len(kernel), (0,) * len(kernel)
     if not isinstance(m.padding, str):
-        return _each(m.padding, len(kernel)), (0,) * len(kernel)
+        return for_each_side(m.padding, len(kernel)), (0,) * len(kernel)
     totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
     odd = tuple(total % 2 for total in totals)
     if any(tap and d > 1 for tap, d in zip(odd, dilation, strict=True)):
@@ -217,7 +218,7 @@ def _max_pool(
         raise ExportError(f"{module}: max pooling must have return_indices=False")
     sides = _pooled_sides(module, m, builder.shape(source))
     stride = m.stride if m.stride is not None else m.kernel_size
-    window = [_each(x, len(sides)) for x in (m.kernel_size, stride, m.padding, m.dilation)]
+    window = [for_each_side(x, len(sides)) for x in (m.kernel_size, stride, m.padding, m.dilation)]
     if m.ceil_mode:
         _check_ceil(module, sides, window)
     return builder.keep(name, source, lambda n, x, _fmt: MaxPool(n, (x,), *window))
@@ -240,7 +241,9 @@ def _average_pool(
 ) -> str:
     sides = _pooled_sides(module, m, builder.shape(source))
     stride = m.stride if m.stride is not None else m.kernel_size
-    kernel, stride, padding = (_each(x, len(sides)) for x in (m.kernel_size, stride, m.padding))
+    kernel, stride, padding = (
+        for_each_side(x, len(sides)) for x in (m.kernel_size, stride, m.padding)
+    )
     if m.ceil_mode:
         _check_ceil(module, sides, (kernel, stride, padding, (1,) * len(sides)))
     divisor = getattr(m, "divisor_override", None) or math.prod(kernel)
@@ -361,11 +364,6 @@ def _zeros_around(
 
 def _nothing(_builder: Builder, _name: str, _module: str, _m: nn.Module, source: str) -> str:
     return source
-
-
-def _each(x: Any, sides: int) -> Pair:
-    """Return a number for each side."""
-    return tuple(int(n) for n in x) if isinstance(x, tuple | list) else (int(x),) * sides
 
 
 MODULES: dict[type[nn.Module], Callable[..., str]] = {
