@@ -112,6 +112,7 @@ class WithMasters(Optimizer):
     _names_unseen: bool = False  # whether ``_name_unseen`` has warned
     _runaways: frozenset[str] = frozenset()  # layers that ``_name_runaways`` has warned of
     _taken: "tuple[str, frozenset[Tensor]] | None" = None  # whose rounded weights are masters
+    _unsaid: tuple[str, ...] = ()  # whose changed weights are masters, without a word so far
     _claims: int  # of all optimizers, when this one's parameters were last known to be its own
 
     def __contains__(self, parameter: object) -> bool:
@@ -632,6 +633,15 @@ class WithMasters(Optimizer):
                     "parameters to optimizer.add_param_group"
                 )
 
+    def _check_state(self) -> None:
+        """Refuse to go on without masters (``optimizer.state.clear()``)."""
+        if lost := [self._layout.names[p] for p in self._masters if not self.state.get(p)]:
+            raise RuntimeError(
+                f"optimizer.state must keep the masters, got none of {listed(lost)}: to forget momenta "
+                "write optimizer.optimizer.state.clear(), to begin anew make a new optimizer, to go on "
+                "load a state"
+            )
+
     def _check_owner(self) -> None:
         """Refuse to step parameters that another optimizer was made for."""
         if self._claims == _OWNERS.claims:  # no optimizer was made since
@@ -678,6 +688,15 @@ class WithMasters(Optimizer):
         if found:
             _, known = self._taken or ("", frozenset[Tensor]())
             self._taken = type(before).__name__, known | found
+
+    def _name_adopted(self) -> None:
+        """Warn of weights that others have changed and that were taken as masters, if no state came over them."""
+        names, self._unsaid = list(dict.fromkeys(self._unsaid)), ()
+        if names:
+            warn_user(
+                f"weights changed outside of {type(self).__name__} are the new masters, rounded: "
+                f"{listed(names)}"
+            )
 
     def _name_taken(self) -> None:
         """Warn once of masters that are weights which another optimizer has rounded."""

@@ -58,7 +58,7 @@ class MSGD(Quantized):
         lookback_rounding: ``"ceil"``, or ``"nearest"``, which can reach the lower bound.
         strategy: ``"adaptive"``, or ``"min"``, ``"mean"`` or ``"max"`` throughout.
         strategy_loss: The adaptive strategy compares the ``"last"`` loss, or the mean of a
-            ``"short"`` window (the lookback's lower bound).
+            ``"short"`` window (the least of the lookbacks' lower bounds).
         strategy_margin: The strategy goes up only if the loss is above the average before by this
             share of its size.
         kl_eps: PushDown's tolerance in nats, or ``"noise"``: ``(resolution - 1) / (2 n)``.

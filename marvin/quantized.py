@@ -271,13 +271,14 @@ class Quantized(WithMasters):
             FloatingPointError: The loss, a gradient or a weight that was changed is not finite; or in the
                 second step and every 100th, a master.
             RuntimeError: A gradient is sparse, a CUDA graph is being captured, a model is in ``join()``, another optimizer was
-                made for the same parameters since, or the wrapped one got parameter groups.
+                made for the same parameters since, the wrapped one got parameter groups, or ``state`` lost masters.
             TypeError: ``closure`` is a loss, ``loss`` no number, or the model was made float64.
             ValueError: ``loss`` has more than one element, a parameter has got another shape, or groups
                 have other parameters.
         """
         check_step(closure)
         self._check_groups()
+        self._check_state()
         check_dtypes(self._layout.names, type(self).__name__)  # model.double() may have come since
         self._check_owner()
         self._check_processes()
@@ -296,6 +297,7 @@ class Quantized(WithMasters):
         if looks:
             self._name_unseen()
         broken = self._adopt_changed() + (self._broken_masters() if looks else [])
+        self._name_adopted()
         self._name_taken()
         self._begin(p for p in self._layout.names if p.grad is not None)
 
@@ -350,15 +352,17 @@ class Quantized(WithMasters):
         changes ``lr`` of every group here.
 
         Raises:
-            RuntimeError: The wrapped optimizer got parameter groups of its own.
+            RuntimeError: The wrapped optimizer got parameter groups of its own, or ``state`` lost masters.
             TypeError: A setting of groups that were put in place of others must be a number, and is none.
             ValueError: A parameter has got another shape, or groups have other parameters.
         """
         self._check_groups()
+        self._check_state()
         before = self.lr_scale
         now = Step(self._counts.step, self._seed, self.param_groups[0])
         with self.with_values():
             self._adopt_changed()
+            self._name_adopted()
             layers, _ = self._layers({}, {})
             update = self.policy.end_epoch(self.shared, layers, now)
             update = self._completed(update, layers, now.number)
@@ -376,11 +380,12 @@ class Quantized(WithMasters):
         ``"optimizer"`` is the wrapped one's state.
 
         Raises:
-            RuntimeError: The wrapped optimizer got parameter groups of its own.
+            RuntimeError: The wrapped optimizer got parameter groups of its own, or ``state`` lost masters.
             TypeError: A setting of groups that were put in place of others must be a number, and is none.
             ValueError: A parameter has got another shape, or groups have other parameters.
         """
         self._check_groups()
+        self._check_state()
         with self.with_values():
             self._adopt_changed()
         packed = super().state_dict()
@@ -482,7 +487,7 @@ class Quantized(WithMasters):
                 record = self.policy.init(self._layout.groups[p], shared)
                 self.state[p] = states.unpacked(values, self._layout.shards[p], p.device, record)
                 self._show_masters([p])
-        self._taken = None
+        self._taken, self._unsaid = None, ()
         self.trace = [Switch(**row) for row in common["trace"]]
         self._counts = Counts(common["step"], common["skipped"])
         wrapped = states.spread_state(
@@ -625,11 +630,7 @@ class Quantized(WithMasters):
             self._taken = name, found.difference(adopted)
         self._write(adopted, Purpose.INITIAL)
         self._carriers.publish(self)
-        names = [self._layout.names[p] for p in adopted]
-        warn_user(
-            f"weights changed outside of {type(self).__name__} are the new masters, rounded: "
-            f"{listed(names)}"
-        )
+        self._unsaid = (*self._unsaid, *(self._layout.names[p] for p in adopted))
         return []
 
     def _observe_next(self) -> None:

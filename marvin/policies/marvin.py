@@ -137,7 +137,8 @@ class MarvinPolicy(Policy):
             return shared
         current = loss
         if settings["strategy_loss"] == "short":
-            recent = [*losses, loss][-settings["lookback"][0] :]
+            short = min((own.settings["lookback"][0] for own in (*layers, *step.frozen)), default=1)
+            recent = [*losses, loss][-short:]
             current = math.fsum(recent) / len(recent)
         lookbacks = [layer.record.lookback for layer in layers]
         window = max(sum(lookbacks) // max(len(lookbacks), 1), 1)

@@ -143,9 +143,43 @@ def test_a_change_is_saved_too():
     train(model, optimizer, 3)
     with torch.no_grad():
         model[0].weight.fill_(0.5)
-    with pytest.warns(UserWarning, match="new masters"):
-        state = optimizer.state_dict()
+    state = optimizer.state_dict()
     assert (state["state"][0]["master"] == 0.5).all()
+    with pytest.warns(UserWarning, match=r"are the new masters, rounded: 0\.weight"):
+        train(model, optimizer, 1)
+
+
+def test_a_state_that_is_asked_for_before_one_is_loaded_needs_no_warning():
+    # as Accelerate does, and with it the Trainer of transformers when it resumes
+    model = net()
+    optimizer = marvin.MSGD(model.named_parameters(), **FAST)
+    train(model, optimizer, 3)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other = net(5)
+    resumed = marvin.MSGD(other.named_parameters(), **FAST)
+    other.load_state_dict(saved[0])
+    asked = resumed.state_dict()
+    assert torch.equal(asked["state"][0]["master"], model[0].weight)
+    resumed.load_state_dict(saved[1])
+    train(other, resumed, 3, start=3)  # without a warning, which would be an error here
+    train(model, optimizer, 3, start=3)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_an_optimizer_that_lost_its_masters_says_so():
+    model = net()
+    optimizer = marvin.MSGD(model.named_parameters(), **FAST)
+    train(model, optimizer, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.state.clear()
+    message = r"must keep the masters, got none of 0\.weight, .* optimizer\.optimizer\.state\.clear\(\)"
+    for call in (optimizer.step, optimizer.state_dict, optimizer.end_epoch):
+        with pytest.raises(RuntimeError, match=message):
+            call()
+    optimizer.load_state_dict(saved)
+    assert (optimizer.state[model[0].weight]["master"] == saved["state"][0]["master"]).all()
+    optimizer.optimizer.state.clear()  # as the message says
+    train(model, optimizer, 1, start=3)
 
 
 def test_a_change_counts_at_the_end_of_an_epoch():

@@ -546,6 +546,22 @@ def test_the_short_loss_is_the_mean_over_the_shortest_window():
     assert levels == {"last": "min", "short": "mean"}
 
 
+def test_the_short_loss_is_the_mean_over_the_shortest_window_of_all_groups():
+    levels = []
+    for bounds in [(1, 3), (3, 3)], [(3, 3), (1, 3)], [(1, 3), (1, 3)]:
+        weights = [nn.Parameter(torch.ones(2, 2)) for _ in bounds]
+        groups = [
+            {"params": [p], "lookback": own} for p, own in zip(weights, bounds, strict=True)
+        ]
+        optimizer = MSGD(groups, strategy_loss="short")
+        for loss in (1.0, 4.0, 4.0, 2.0):
+            for p in weights:
+                p.grad = torch.ones(2, 2)
+            optimizer.step(loss=loss)
+        levels.append(optimizer.strategy)
+    assert levels == ["min", "min", "min"]
+
+
 def test_windows_start_anew_after_a_switch():
     weight = nn.Parameter(torch.randn(3, 2))
     optimizer = MSGD([weight], lookback=(2, 2), strategy="min")
