@@ -172,7 +172,9 @@ def test_an_optimizer_that_lost_its_masters_says_so():
     train(model, optimizer, 3)
     saved = copy.deepcopy(optimizer.state_dict())
     optimizer.state.clear()
-    message = r"must keep the masters, got none of 0\.weight, .* optimizer\.optimizer\.state\.clear\(\)"
+    message = (
+        r"must keep the masters, got none of 0\.weight, .* optimizer\.optimizer\.state\.clear\(\)"
+    )
     for call in (optimizer.step, optimizer.state_dict, optimizer.end_epoch):
         with pytest.raises(RuntimeError, match=message):
             call()

@@ -550,9 +550,7 @@ def test_the_short_loss_is_the_mean_over_the_shortest_window_of_all_groups():
     levels = []
     for bounds in [(1, 3), (3, 3)], [(3, 3), (1, 3)], [(1, 3), (1, 3)]:
         weights = [nn.Parameter(torch.ones(2, 2)) for _ in bounds]
-        groups = [
-            {"params": [p], "lookback": own} for p, own in zip(weights, bounds, strict=True)
-        ]
+        groups = [{"params": [p], "lookback": own} for p, own in zip(weights, bounds, strict=True)]
         optimizer = MSGD(groups, strategy_loss="short")
         for loss in (1.0, 4.0, 4.0, 2.0):
             for p in weights:
