@@ -20,6 +20,7 @@ from fixedpoint_kernels.products.shapes import Window
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from marvin.hooks import rounders_of
 from marvin.integer.autograd import lies_as, once
+from marvin.integer.chain_graph import Chain
 from marvin.integer.formats import (
     Options,
     Product,
@@ -29,7 +30,6 @@ from marvin.integer.formats import (
     rounding_of,
     size_of,
 )
-from marvin.integer.graph import Chain
 from marvin.integer.graph_code import GraphCode
 from marvin.integer.layers import OPTIONS, IntegerConv2d, IntegerLinear
 from marvin.integer.programs import Programs

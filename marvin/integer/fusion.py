@@ -16,9 +16,10 @@ from fixedpoint_kernels._torch_private import (
 )
 from fixedpoint_kernels.watch import KEPT, OtherForward, has_own_forward, unbound
 from marvin.hooks import restore_forwards, rounders_of
+from marvin.integer.chain_graph import Chain
 from marvin.integer.chain_run import ChainRun
 from marvin.integer.formats import has_hooks, rounds_inputs
-from marvin.integer.graph import NOT_TRACED, Arguments, Chain, Traced, part_of, trace
+from marvin.integer.graph import NOT_TRACED, Arguments, Traced, part_of, trace
 from marvin.integer.graph_code import GraphCode
 from marvin.integer.inference_run import InferenceRun
 from marvin.integer.layers import IntegerConv2d, IntegerLinear, is_linear, stock_class, uncompiled

@@ -9,13 +9,13 @@ from fixedpoint_kernels import products
 from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from marvin.integer.autograd import lies_as
+from marvin.integer.chain_graph import Chain
 from marvin.integer.chain_run import (
     ChainRun,
     has_fitting_formats,
     is_in_the_way,
 )
 from marvin.integer.formats import has_hooks, is_prepacked, rounding_of
-from marvin.integer.graph import Chain
 from marvin.integer.seen import Tensors
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder

@@ -13,8 +13,8 @@ from fixedpoint_kernels.memory import are_float32
 from fixedpoint_kernels.tokens import Segment
 from marvin.hooks import rounders_of
 from marvin.integer.autograd import Noise
+from marvin.integer.chain_graph import Chain
 from marvin.integer.formats import Options, Product, choose
-from marvin.integer.graph import Chain
 from marvin.integer.graph_code import GraphCode
 from marvin.integer.heads import Places, Turn
 from marvin.integer.layers import OPTIONS, TransposedLinear, features_of, is_linear
