@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 from fixedpoint_kernels._torch_private import own_forward_hooks, table_of
 
-__all__ = ["OPERATORS", "OWN", "PASS_ON", "Kinds", "are_tensors", "called", "changes_in_place", "kind_of_attribute", "kind_of_node"]  # fmt: skip
+__all__ = ["OPERATORS", "OWN", "PASS_ON", "Kinds", "are_tensors", "called", "changes_in_place", "has_hooks_of_others", "kind_of_attribute", "kind_of_node"]  # fmt: skip
 
 Kinds = tuple[type, ...]
 """Classes of which a value has one; none where nothing is known."""
@@ -117,12 +117,7 @@ def kind_of_node(
 
 def _behind(own: nn.Module, taken: list[Kinds]) -> Kinds:
     """Return of which class a module's result is."""
-    forward = vars(own).get("forward", type(own).forward)
-    module = getattr(forward, "__module__", type(forward).__module__)
-    hooks = [
-        getattr(f, "__module__", type(f).__module__) for f in own_forward_hooks(own)[1].values()
-    ]
-    if not all(str(name).startswith(("marvin.", "torch.nn.modules.")) for name in (module, *hooks)):
+    if has_hooks_of_others(own) or not _is_of_packages(vars(own).get("forward", type(own).forward)):
         return ()
     if type(own).forward in _PAIRS:
         return (tuple,)
@@ -135,6 +130,17 @@ def _behind(own: nn.Module, taken: list[Kinds]) -> Kinds:
     return (
         _wider(*taken) if isinstance(own, PASS_ON) or getattr(own, "inplace", False) else (Tensor,)
     )
+
+
+def has_hooks_of_others(own: nn.Module) -> bool:
+    """Say whether somebody else's hooks may make something else of a module's result."""
+    return not all(map(_is_of_packages, own_forward_hooks(own)[1].values()))
+
+
+def _is_of_packages(function: object) -> bool:
+    """Say whether a function is of torch's modules, or of this package."""
+    module = str(getattr(function, "__module__", type(function).__module__))
+    return module.startswith(("marvin.", "torch.nn.modules."))
 
 
 def _wider(*taken: Kinds) -> Kinds:

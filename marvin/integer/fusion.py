@@ -212,16 +212,20 @@ class _Mode:
         self.module, self._training = module, training
         self._given = Arguments()
         if given is not None:
-            shapes = {n: tuple(x.shape) for n, x in given.tensors.items()}
             self._given = Arguments(
-                tuple(given.tensors), given.plain, given.tuples, shapes, given.same
+                tuple(given.tensors),
+                given.plain,
+                given.tuples,
+                {n: tuple(x.shape) for n, x in given.tensors.items()},
+                {n: x.dtype for n, x in given.tensors.items()},
+                given.same,
             )
         self._known: tuple[Traced | str, Seen | None] | None = None
         self._runs: dict[frozenset[str], GraphCode] = {}  # by what is left out of chains
         self._lock = RLock()  # threads may come at once
 
     def fits(self, tensors: dict[str, Tensor]) -> bool:
-        """Say whether a call has the shapes that were assumed."""
+        """Say whether a call has the shapes and dtypes that were assumed."""
         traced = self._trace()[0]
         return isinstance(traced, str) or traced.assumed.holds(tensors)
 

@@ -4,7 +4,7 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from inspect import Parameter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from fixedpoint_kernels._torch_private import saving_hooks, table_of, versions_o
 from fixedpoint_kernels.watch import has_own_forward
 from marvin.integer import chain_graph, token_graph
 from marvin.integer.chain_graph import Chain
+from marvin.integer.dtypes import Dtypes
 from marvin.integer.formats import rounds_inputs
 from marvin.integer.layers import stock_class
 from marvin.integer.nodes import (
@@ -27,7 +28,7 @@ from marvin.integer.nodes import (
     is_needed,
 )
 from marvin.integer.notes import Plain, is_all_noted
-from marvin.integer.sizes import Assumed, Sizes
+from marvin.integer.sizes import Assumed, Sizes, put_in
 from marvin.integer.surroundings import Surroundings, names_of, tensors_of
 from marvin.integer.token_graph import TokenChain
 from marvin.tracing import Reads, Tracer, changes_shared
@@ -49,7 +50,7 @@ class Traced:
         chains: Of convolutions and what is behind them, each of two layers, or one with batch norm, or more.
         tokens: Of linear layers, norms and attention.
         inner: Names of the modules whose ``forward`` became part of the graph.
-        assumed: Of the shapes of arguments.
+        assumed: Of the shapes of arguments, and of dtypes.
         reads: Of attributes, by the code that was traced, each time.
     """
 
@@ -91,6 +92,7 @@ class Arguments(NamedTuple):
         tuples: Arguments that are tuples of tensors, and how many each has.
         shapes: Of tensors, by name, where a call has told them; else, where code branches on a shape,
             what is usual is assumed.
+        dtypes: Of tensors, by name, where a call has told them; else, float32 is assumed.
         same: Names that have a tensor of ``tensors`` too, and its name there: one object is given twice.
     """
 
@@ -98,6 +100,7 @@ class Arguments(NamedTuple):
     constants: Mapping[str, Plain] = MappingProxyType({})
     tuples: Mapping[str, int] = MappingProxyType({})
     shapes: Mapping[str, Sequence[int]] = MappingProxyType({})
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
     same: Mapping[str, str] = MappingProxyType({})
 
 
@@ -121,7 +124,7 @@ class _Tracer(Tracer):
     def __init__(self, module: nn.Module, given: Arguments, ignored: Collection[str] = ()) -> None:
         super().__init__()
         self._ignored = ignored
-        self.sizes = Sizes(module, given.shapes)
+        self.sizes, self.dtypes = Sizes(module, given.shapes), Dtypes(module, given.dtypes)
         self._given = given
 
     def trace(
@@ -223,8 +226,10 @@ class _Tracer(Tracer):
         return super().iter(obj) if length is None else (obj[i] for i in range(length))
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Answer a comparison of sizes."""
+        """Answer a comparison of sizes, or of dtypes."""
         truth = self.sizes.truth(obj.node)
+        if truth is None:
+            truth = self.dtypes.truth(obj.node)
         return super().to_bool(obj) if truth is None else truth
 
 
@@ -279,7 +284,8 @@ def trace(
             return "its forward does other things at each call, or asks whether gradients or inference mode are on"
         return "its forward does other things at each call"
     drop_assertions(graph)
-    tracers[0].sizes.put_in(graph)
+    sizes, dtypes = tracers[0].sizes, tracers[0].dtypes
+    put_in(graph, sizes.answers | dtypes.answers)
     if any(changes_shared(node, module) for node in graph.nodes):
         return "it changes a value in place that is used again"
     for name in changed:
@@ -287,7 +293,8 @@ def trace(
     found = _chains(module, graph, left, infers)
     if not any(found):
         return _NO_CHAINS
-    return Traced(graph, *found, _inner(graph, tracers[0]), tracers[0].sizes.assumed, reads)
+    assumed = replace(sizes.assumed, dtypes=dtypes.assumed)
+    return Traced(graph, *found, _inner(graph, tracers[0]), assumed, reads)
 
 
 @contextmanager

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
+from marvin.integer.dtypes import AssumedDtypes
 from marvin.integer.layers import features_of, is_linear
-from marvin.integer.nodes import asks_shape, is_known
+from marvin.integer.nodes import asks_dtype, asks_shape, is_known
 
-__all__ = ["Assumed", "Sizes"]
+__all__ = ["Assumed", "Sizes", "put_in"]
 
 _RANK = 3  # of arguments of which nothing is known: (samples, tokens, features)
 _SAME_MODULES = (
@@ -65,20 +66,39 @@ class Assumed:
     Args:
         ranks: Numbers of dimensions, by name.
         answers: A comparison, what it compares, numbers or sizes, and what comes of it.
+        dtypes: Of arguments, parameters and buffers.
     """
 
     ranks: Mapping[str, int] = field(default_factory=dict)
     answers: tuple[_Answer, ...] = ()
+    dtypes: AssumedDtypes = field(default_factory=AssumedDtypes)
 
     def holds(self, given: Mapping[str, Tensor]) -> bool:
-        """Say whether arguments are so."""
+        """Say whether arguments are so, and dtypes of the module's tensors."""
         if not all(given[name].dim() == rank for name, rank in self.ranks.items()):
+            return False
+        if not self.dtypes.hold(given):
             return False
 
         def number(own: int | _Size) -> int:
             return own if isinstance(own, int) else given[own.name].shape[own.dim]
 
         return all(compare(number(a), number(b)) is is_so for compare, a, b, is_so in self.answers)
+
+
+def put_in(graph: fx.Graph, answers: Mapping[fx.Node, bool]) -> None:
+    """Put answers in place of comparisons, and erase what a graph computes of sizes and dtypes and nobody uses."""
+    for node in reversed([*graph.nodes]):
+        if node in answers:
+            answer = answers[node]
+            for user in [*node.users]:
+                args, kwargs = map_arg(
+                    (user.args, user.kwargs),
+                    lambda n, node=node, answer=answer: answer if n is node else n,
+                )
+                user.args, user.kwargs = args, kwargs
+        if not node.users and (node in answers or _is_asked(node)):
+            graph.erase_node(node)
 
 
 class Sizes:
@@ -97,6 +117,11 @@ class Sizes:
         self._answers: dict[fx.Node, _Answer] = {}
         self._assumed: list[_Answer] = []  # that nobody asked for
         self._known: dict[fx.Node, _Shape | None] = {}
+
+    @property
+    def answers(self) -> dict[fx.Node, bool]:
+        """What comes of comparisons."""
+        return {node: answer for node, (*_, answer) in self._answers.items()}
 
     @property
     def assumed(self) -> Assumed:
@@ -126,20 +151,6 @@ class Sizes:
             answer = compare(first, second)
         self._answers[node] = compare, a, b, answer
         return answer
-
-    def put_in(self, graph: fx.Graph) -> None:
-        """Put answers in place of comparisons, and erase what a graph computes of sizes and nobody uses."""
-        for node in reversed([*graph.nodes]):
-            if node in self._answers:
-                answer = self._answers[node][-1]
-                for user in [*node.users]:
-                    args, kwargs = map_arg(
-                        (user.args, user.kwargs),
-                        lambda n, node=node, answer=answer: answer if n is node else n,
-                    )
-                    user.args, user.kwargs = args, kwargs
-            if not node.users and (node in self._answers or _is_size(node)):
-                graph.erase_node(node)
 
     def _number(self, own: int | _Size) -> int | None:
         if isinstance(own, int):
@@ -377,8 +388,10 @@ def _swapped(shape: _Shape, *dims: object) -> _Shape | None:
     return tuple(found)
 
 
-def _is_size(node: object) -> bool:
-    """Say whether a node asks for sizes, or takes some of these."""
+def _is_asked(node: object) -> bool:
+    """Say whether a node asks for sizes or a dtype, or takes some of these sizes."""
     if not isinstance(node, fx.Node):
         return False
-    return _is_size(node.args[0]) if node.target is operator.getitem else asks_shape(node)
+    if node.target is operator.getitem:
+        return _is_asked(node.args[0])
+    return asks_shape(node) or asks_dtype(node)
