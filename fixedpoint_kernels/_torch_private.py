@@ -80,6 +80,7 @@ __all__ = [
     "keep_when_copied",
     "left_uncompiled",
     "mode_and_hooks",
+    "own_buffers",
     "own_forward_hooks",
     "own_hooks",
     "padding_around",
@@ -415,6 +416,11 @@ def global_backward_hooks() -> tuple[
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return a module's children by name; what is put in their place later is seen in it."""
     return module._modules
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return a module's buffers by name, those that are None, too; what is put in their place later is seen in it."""
+    return module._buffers
 
 
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -24,10 +24,11 @@ _MODULES = (
     nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid,
 )  # fmt: skip
 _OF_FIRST = {  # these have the dtype of what they take first, where that is float32
-    "adaptive_avg_pool2d", "avg_pool2d", "chunk", "clone", "contiguous", "dropout", "expand", "flatten", "gelu", "layer_norm",
-    "linear", "max_pool2d", "mean", "neg", "permute", "relu", "repeat", "reshape", "rms_norm", "rsqrt",
-    "scaled_dot_product_attention", "sigmoid", "silu", "softmax", "split", "sqrt", "squeeze", "sum", "tanh", "transpose",
-    "unbind", "unsqueeze", "view",
+    "abs", "adaptive_avg_pool2d", "avg_pool2d", "chunk", "clone", "contiguous", "cos", "dropout", "erf", "exp", "expand",
+    "expand_as", "flatten", "flip", "gelu", "layer_norm", "linear", "log", "masked_fill", "max_pool2d", "mean", "movedim",
+    "narrow", "neg", "permute", "relu", "repeat", "repeat_interleave", "reshape", "rms_norm", "roll", "rsqrt",
+    "scaled_dot_product_attention", "select", "sigmoid", "silu", "sin", "softmax", "split", "sqrt", "square", "squeeze", "sum",
+    "swapaxes", "tanh", "transpose", "unbind", "unflatten", "unsqueeze", "view",
 }  # fmt: skip
 _OF_ALL = {"add", "iadd", "sub", "isub", "mul", "imul", "truediv", "div", "pow", "matmul", "bmm"}
 _JOINS = torch.cat, torch.concat, torch.concatenate, torch.stack
@@ -118,7 +119,7 @@ class Dtypes:
             return self.of(node.args[0])
         if node.target in _JOINS:
             own = node.args[0] if node.args else None
-            return self._float32(own) if isinstance(own, tuple | list) else None
+            return self._float32(own if isinstance(own, tuple | list) else [own])
         if called(node) in _OF_FIRST:
             return self._float32(node.args[:1])
         if called(node) in _OF_ALL and not node.kwargs:

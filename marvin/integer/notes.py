@@ -27,7 +27,7 @@ Plain = bool | int | float | str | None
 
 _CONSTANT = bytes, complex, range, frozenset, PurePath, np.generic, torch.dtype, torch.device
 # constant, or looked at elsewhere
-_ALONE = Tensor, nn.Module, type, ModuleType, Enum, Logger, OtherForward
+_ALONE = nn.Module, type, ModuleType, Enum, Logger, OtherForward
 _MANY = dict, list, tuple, set, deque
 _WITH_ZEROS = float, complex, np.inexact  # zeros have a sign, which == does not see
 _PLAIN = frozenset(PLAIN)
@@ -58,7 +58,7 @@ def noted(value: object) -> object:
     """Return what is equal for as long as a value, and what is in it, is the same.
 
     Plain values are what they are, also in lists, tuples, sets, dictionaries and queues; in records (objects that
-    have attributes), functions, methods and partial functions. Tensors and modules count as objects alone, and so do
+    have attributes), functions, methods and partial functions. Tensors count as objects with their dtype and shape, modules as objects alone, and so do
     dictionaries of more than 256 plain values, with how many these are.
     """
     return _Notes().of(value, _DEEP)
@@ -79,6 +79,8 @@ class _Notes:
         """Return what is noted of a value, which may be looked into so deep."""
         if type(value) in _PLAIN or isinstance(value, _CONSTANT):
             return exact(value)
+        if isinstance(value, Tensor):
+            return _Object(value), value.dtype, value.shape
         if isinstance(value, _ALONE) or type(value) is object:
             return _Object(value)
         self._left -= 1
@@ -102,7 +104,9 @@ class _Notes:
             return dict, self._of_pairs(value, depth)
         assert isinstance(value, list | tuple | set | deque)
         if isinstance(value, set):
-            self.misses |= not all(isinstance(own, (*PLAIN, *_CONSTANT, *_ALONE)) for own in value)
+            self.misses |= not all(
+                isinstance(own, (*PLAIN, *_CONSTANT, *_ALONE, Tensor)) for own in value
+            )
             return set, {*map(exact, value)}
         if _are_plain(value):
             kinds = [*map(type, value)]

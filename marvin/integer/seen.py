@@ -10,6 +10,7 @@ from torch import nn
 
 from fixedpoint_kernels._torch_private import (
     children_of,
+    own_buffers,
     table_of,
     tensor_of,
 )
@@ -20,6 +21,7 @@ from marvin.integer.layers import TransposedLinear
 from marvin.integer.nodes import is_known
 from marvin.integer.notes import PLAIN, exact, noted
 from marvin.integer.surroundings import names_of
+from marvin.rounder import BUFFER
 
 __all__ = ["Seen", "Tensors"]
 
@@ -32,7 +34,7 @@ _NUMBERS = (  # of torch's own modules, which chains and graphs were made of
 
 
 class Seen:
-    """The modules, their classes and the tensors of a graph, numbers of its layers, and attributes that its code reads.
+    """The modules, their classes and the tensors of a graph, numbers of its layers, and attributes and buffers that its code reads.
 
     Of an attribute that no code read when it was traced, such as a count of steps that a trainer puts there, only that
     it is there counts: its value is in no graph. A layer may be replaced at any time (``model.fc = nn.Linear(64, 100)``), a parameter too
@@ -88,6 +90,14 @@ class Seen:
         owners = [(name.rpartition(".")[0], name.rpartition(".")[2]) for name in sorted(names)]
         tables = [(table_of(module.get_submodule(own), name), name) for own, name in owners]
         self._tensors = [(table, name, table[name]) for table, name in tables]
+        # code may ask for their dtypes and shapes, which are in no graph
+        read = [
+            (own_buffers(own), name)
+            for own in parts
+            for name in own_buffers(own)
+            if name != BUFFER and any(reads.may_have(own, name) for reads in traced.reads)
+        ]
+        self._buffers_read = [(table, name, noted(table[name])) for table, name in read]
 
     def holds(self) -> bool:
         """Say whether all of it is as it was."""
@@ -112,6 +122,8 @@ class Seen:
         if not all(map(is_, held, self._held)):
             return False
         if any(noted(own) != before for own, before in self._noted.values()):
+            return False
+        if any(noted(table.get(name)) != before for table, name, before in self._buffers_read):
             return False
         return all(table.get(name) is held for table, name, held in self._tensors)
 
