@@ -80,6 +80,35 @@ class Mixed(Unflattened):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+class Scaled(Unflattened):
+    """Multiplies queries before attention, as Whisper and OPT do."""
+
+    factor = 0.25  # which attention multiplies by itself: 16**-0.5
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        q, k, v = (
+            own.unflatten(-1, (self.heads, -1)).transpose(1, 2) for own in (self.times(q), k, v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, scale=1.0)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def times(self, q):
+        return q * self.factor
+
+
+class ByOther(Scaled):
+    factor = 0.3
+
+
+class Twice(Scaled):
+    """Takes scaled queries twice."""
+
+    def times(self, q):
+        y = q * self.factor
+        return y + y.relu()
+
+
 class Block(nn.Module):
     def __init__(self, width, attention):
         super().__init__()
@@ -187,6 +216,18 @@ ATTENTIONS = {
     "separate": Separate,
     "causal": lambda width, heads: Unflattened(width, heads, causal=True),
 }
+
+
+def test_powers_of_two_before_attention_become_its_scale():
+    models = [twins(Net(own))[0] for own in (Unflattened, Scaled)]
+    x, _ = batch(0)
+    y, other = (model(x) for model in models)
+    assert operations(y) == operations(other) == [21]
+    same(y, other)
+    for own in ByOther, Twice:
+        model, twin, _ = twins(Net(own))
+        assert len(operations(model(x))) > 1
+        near(model, twin)
 
 
 @pytest.mark.parametrize("kind", ATTENTIONS)

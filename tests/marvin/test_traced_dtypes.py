@@ -157,6 +157,20 @@ def encoder(kind, **options):
     return getattr(transformers, f"{kind}Model")(config).get_encoder()
 
 
+class Heard(nn.Module):
+    """Whisper's encoder, for six features in place of frequencies."""
+
+    def __init__(self):
+        super().__init__()
+        ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        body = encoder("Whisper", num_mel_bins=6, max_source_positions=9, **ends)
+        body.embed_positions.requires_grad_(True)  # as the test compares all gradients
+        self.body, self.fc = body, nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.fc(self.body(x.transpose(1, 2).repeat(1, 1, 2))[0].mean(1))
+
+
 def t5(**options):
     transformers = pytest.importorskip("transformers")
     sizes = {
@@ -174,6 +188,7 @@ def t5(**options):
 ENCODERS = {  # that ask for dtypes, and how many operations their chains have
     "BART": (lambda: encoder("Bart"), [12, 12]),
     "mBART": (lambda: encoder("MBart"), [12, 12]),
+    "Whisper": (Heard, [12, 12]),
     "T5": (t5, [5, 5]),
     "T5, gated": (lambda: t5(feed_forward_proj="gated-gelu"), [7, 7]),
 }
@@ -183,5 +198,5 @@ ENCODERS = {  # that ask for dtypes, and how many operations their chains have
 def test_encoders_that_clamp_float16_are_near_their_unfused_twins(kind):
     body, counts = ENCODERS[kind]
     torch.manual_seed(0)
-    model, twin, _ = twins(Decoder(body()))
+    model, twin, _ = twins(Heard() if body is Heard else Decoder(body()))
     check_twins(model, twin, counts)
