@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from fixedpoint_kernels import BlockFloat, FixedPoint, Minifloat
+from marvin.channels import ChannelFormat
 from marvin.policies.records import (
     ActivationFormats,
     Layer,
@@ -348,13 +349,18 @@ def _switch(
         step=step,
         layer=name,
         wl=word_length(fmt),
-        fl=getattr(fmt, "fl", 0),
+        fl=_fractional_length(fmt),
         wl_before=word_length(before),
-        fl_before=getattr(before, "fl", 0),
+        fl_before=_fractional_length(before),
         input_wl=word_length(inputs) if is_own else 0,
-        input_fl=getattr(inputs, "fl", 0) if is_own else 0,
+        input_fl=_fractional_length(inputs) if is_own else 0,
         input_signed=getattr(inputs, "signed", True),
     )
+
+
+def _fractional_length(fmt: Format | None) -> int:
+    """Return the fractional bits of a number of ``fmt``; 0 where each tensor has its own, or it is float32."""
+    return fmt.fl if isinstance(fmt, FixedPoint | ChannelFormat) else 0
 
 
 def fields_of(policy: Policy) -> dict[str, Any]:

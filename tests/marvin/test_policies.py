@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import marvin
-from fixedpoint_kernels import FixedPoint, Minifloat, quantize
+from fixedpoint_kernels import BlockFloat, FixedPoint, Minifloat, quantize
 from marvin import (
     FixedPolicy,
     LossBudgetPolicy,
@@ -20,7 +20,7 @@ from marvin import (
     Quantized,
     StaticPolicy,
 )
-from marvin.policies.records import Layer, Measured, Rules, Update
+from marvin.policies.records import ActivationFormats, Layer, Measured, Rules, Update
 from marvin.shards import Shard
 
 # of each policy: the run that is saved, and the object that loads its state; no argument is shared
@@ -267,6 +267,30 @@ def test_tables_of_a_policy_are_saved_as_they_are():
     other = own(Silent())[1]
     other.load_state_dict(optimizer.state_dict())
     assert other.shared == optimizer.shared == Note(None, {"1": 1, "2": 1})
+
+
+class Blocks(Silent):
+    """Goes to and fro between fixed point and block floating point."""
+
+    def update(self, shared, layers, step):
+        fmt = BlockFloat(6) if step.number % 2 else FixedPoint(8, 4)
+        return Update(shared, [layer.but(record=Note(fmt)) for layer in layers])
+
+    def activation_formats(self, record):
+        return ActivationFormats(inputs=BlockFloat(record.fmt.wl + 1))
+
+
+def test_switches_to_block_floating_point_have_no_fractional_length():
+    model, optimizer = own(Blocks())
+    steps(model, optimizer, 2)
+    found = [(row.fl, row.fl_before, row.input_wl, row.input_fl) for row in optimizer.trace[::2]]
+    assert found == [(0, 6, 7, 0), (4, 0, 9, 0)]
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other = own(Blocks())[1]
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert str(other.trace) == str(optimizer.trace)  # NaN is not itself
 
 
 def _without_formats(_, shared, layers, step):
