@@ -39,7 +39,7 @@ from marvin.layers import count_known, held_by, is_layer, layout_of
 from marvin.masters import Counts, WithMasters
 from marvin.noise import Purpose, stream
 from marvin.plans import Plans
-from marvin.policies.base import Policy, check_policy, check_record, completed
+from marvin.policies.base import Policy, check_policy, check_record, check_shared, completed
 from marvin.policies.observer import Inputs, inputs_of
 from marvin.policies.records import Layer, Step, Update
 from marvin.policies.trace import Switch
@@ -162,6 +162,7 @@ class Quantized(WithMasters):
             "compact_state": compact_state,
             "seed": seed,
         }
+        check_shared(policy, policy.init_shared())
         settings = policy.settings()
         if clash := sorted({"params", *options} & settings.keys()):
             raise ValueError(
@@ -732,7 +733,7 @@ class Quantized(WithMasters):
 
     def _completed(self, update: Update, layers: list[Layer], step: int) -> Update:
         """Complete what a policy decided, and let switches say that a layer whose inputs follow its weight does not round them."""
-        update = completed(self.policy, update, layers, step)
+        update = completed(self.policy, update, self.shared, layers, step)
         if all(row.input_wl for row in update.switches):
             return update
         rounded = {self._layout.names.get(p) for p in self._carriers.rounded()}

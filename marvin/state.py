@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.optim.optimizer import StateDict
 
 from marvin.compact import SUFFIXES, check_saved
 from marvin.policies.base import Policy, fields_of
-from marvin.policies.records import restored, restored_value
+from marvin.policies.records import check_plain, restored, restored_value
 from marvin.sgd import SGD
 from marvin.shards import Shard
 
@@ -66,7 +66,13 @@ _EARLIER_SHARED = "level", "losses", "loss_sum"  # were beside the trace
 
 
 def packed(state: StateDict, shard: Shard) -> dict[str, Any]:
-    """Return one parameter's state as plain values, and tensors as spread as the parameter."""
+    """Return one parameter's state as plain values, and tensors as spread as the parameter.
+
+    Raises:
+        TypeError: The layer's record has what would not come back.
+    """
+    if "layer" in state:
+        check_plain("a layer's record", state["layer"])
     tensors = {name: v for name, v in state.items() if isinstance(v, Tensor)}
     if _CODES in tensors:  # 16-bit integers have no collectives
         tensors[_CODES] = tensors[_CODES].view(torch.int8)
@@ -101,11 +107,17 @@ def unpacked(
 
 
 def packed_policy(policy: Policy, shared: object) -> dict[str, Any]:
-    """Return a policy's name, hyper-parameters and shared record as plain values."""
+    """Return a policy's name, hyper-parameters and shared record as plain values.
+
+    Raises:
+        TypeError: The shared record has what would not come back.
+    """
+    if shared is not None:
+        check_plain("the shared record", shared)
     return {
         "name": type(policy).__name__,
         "settings": fields_of(policy),
-        "shared": asdict(shared) if is_dataclass(shared) and not isinstance(shared, type) else None,
+        "shared": None if shared is None else asdict(shared),
     }
 
 

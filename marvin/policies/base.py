@@ -18,6 +18,7 @@ from marvin.policies.records import (
     Rules,
     Step,
     Update,
+    check_plain,
     restored,
     word_length,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "check_measured",
     "check_policy",
     "check_record",
+    "check_shared",
     "completed",
     "fields_of",
 ]
@@ -118,7 +120,11 @@ class Policy(ABC):
         self.init(settings, self.init_shared())
 
     def init_shared(self) -> Any:
-        """Return what is common to all layers before the first step: a frozen record, or None."""
+        """Return what is common to all layers before the first step: a frozen record, or None.
+
+        Later ones are of the same class. States save fields that are numbers, strings, None, formats,
+        ``ActivationFormats``, tuples of these, and dictionaries from strings to numbers.
+        """
         return None
 
     def load_shared(self, values: Mapping[str, Any] | None) -> Any:
@@ -131,7 +137,7 @@ class Policy(ABC):
 
     @abstractmethod
     def init(self, settings: Settings, shared: Any) -> Any:
-        """Return the record of a layer that has seen no step."""
+        """Return the record of a layer that has seen no step; of its fields see ``init_shared``."""
 
     def activation_formats(self, record: Any) -> ActivationFormats:
         """Return the formats of a layer's activations; by default, the weight's in and out."""
@@ -249,7 +255,7 @@ def check_policy(policy: object) -> None:
 
 
 def check_record(record: object) -> None:
-    """Refuse a layer's record without a format that weights may have.
+    """Refuse a layer's record without a format that weights may have, or that a state would not give back.
 
     Raises:
         TypeError: With what is required and what came.
@@ -264,6 +270,28 @@ def check_record(record: object) -> None:
         raise TypeError(
             f"a record's fmt must be FixedPoint, BlockFloat or None, got {fmt}: policies choose fixed "
             "point; marvin.Quantizer rounds activations to others"
+        )
+    check_plain("a layer's record", record)
+
+
+def check_shared(policy: Policy, shared: object) -> None:
+    """Refuse a shared record that a state would not give back.
+
+    Raises:
+        TypeError: It is no dataclass, has a field that is no plain value, or is of another class than
+            ``init_shared`` gives, of which the one of a state is made.
+    """
+    if shared is not None:
+        check_plain("the shared record", shared)
+    if type(policy).load_shared is Policy.load_shared:  # others may make it of anything
+        _check_class("the shared record", shared, policy.init_shared(), "init_shared")
+
+
+def _check_class(what: str, record: object, first: object, function: str) -> None:
+    if type(record) is not type(first):
+        raise TypeError(
+            f"{what} must be of one class from the first step on, got {type(record).__name__} after "
+            f"{type(first).__name__}: let {function} return {type(record).__name__} as well"
         )
 
 
@@ -299,17 +327,23 @@ def check_measured(policy: Policy, measured: object, count: int) -> None:
 _MISSING = object()
 
 
-def completed(policy: Policy, update: Update, before: Sequence[Layer], step: int) -> Update:
+def completed(
+    policy: Policy, update: Update, shared: object, before: Sequence[Layer], step: int
+) -> Update:
     """Return an update with a switch for each layer whose formats change: policies may leave it out.
+
+    What a state would not give back is refused in the first step, and with a new format.
 
     Args:
         policy: Whose update it is.
         update: What it made of a step.
+        shared: What was common to the layers.
         before: The layers that it was given.
         step: Of the optimizer, from 1.
 
     Raises:
-        TypeError: It is no update, or a new record has no format that weights may have.
+        TypeError: It is no update, or a new record has no format that weights may have, or what no state
+            gives back.
         ValueError: Its layers are not those that it was given.
     """
     if not isinstance(update, Update) or not isinstance(update.layers, Sequence):
@@ -323,17 +357,20 @@ def completed(policy: Policy, update: Update, before: Sequence[Layer], step: int
             f"{type(policy).__name__} must return the {len(given)} layers that it was given, in their "
             f"order, got {len(made)}: write Update(shared, [layer.but(record=...) for layer in layers])"
         )
+    if step == 1 or type(update.shared) is not type(shared):
+        check_shared(policy, update.shared)
     records = {layer.index: layer.record for layer in before}
     named, rows = {row.layer for row in update.switches}, []
     follows = type(policy).activation_formats is Policy.activation_formats  # the weight's format
     for layer in update.layers:
         old, new = records[layer.index], layer.record
-        if new is old or layer.name in named:
+        if new is old:
             continue
         is_other = getattr(new, "fmt", _MISSING) is not old.fmt
-        if is_other:
+        if is_other or step == 1:
             check_record(new)
-        elif follows:
+            _check_class("a layer's record", new, old, "init")
+        if layer.name in named or (follows and not is_other):
             continue
         now = policy.activation_formats(new)
         if (is_other and new.fmt != old.fmt) or now != policy.activation_formats(old):

@@ -26,6 +26,7 @@ __all__ = [
     "Rules",
     "Step",
     "Update",
+    "check_plain",
     "restored",
     "word_length",
 ]
@@ -214,6 +215,52 @@ def word_length(fmt: Format | None) -> int:
     return 32 if fmt is None else fmt.wl
 
 
+_NUMBERS = type(None), bool, int, float, str
+_FORMATS = FixedPoint, BlockFloat, ChannelFormat
+_OF_ACTIVATIONS = {f.name for f in dataclasses.fields(ActivationFormats)}
+
+
+def check_plain(what: str, record: object) -> None:
+    """Refuse a record that a state would not give back as it is.
+
+    Args:
+        what: Whose record it is, for the message.
+        record: Of a layer, or of all.
+
+    Raises:
+        TypeError: It is no dataclass, or a field is no plain value.
+    """
+    if not dataclasses.is_dataclass(record) or isinstance(record, type):
+        raise TypeError(
+            f"{what} must be a dataclass, which states save by its fields, got {record!r:.60}: write "
+            "@dataclass(frozen=True) above a class with fields for what it has"
+        )
+    for name in (f.name for f in dataclasses.fields(record)):
+        if not _is_saved(value := getattr(record, name)):
+            raise TypeError(
+                f"{what} must have numbers, strings, None, formats, ActivationFormats, tuples of these, "
+                "or dictionaries from strings to numbers in its fields, for states save no others, got "
+                f"{name}={value!r:.60}: write tuple(...) of a list, .item() of a tensor or of NumPy's "
+                "numbers, and fields of the record's own for those of another dataclass"
+            )
+
+
+def _is_saved(value: object) -> bool:
+    """Say whether ``restored_value`` makes the same value of what a state has of it."""
+    if type(value) is tuple:
+        return all(map(_is_saved, value))
+    if type(value) is ActivationFormats:
+        return all(map(_is_saved, vars(value).values()))
+    if type(value) is dict:
+        is_plain = all(type(k) is str and type(v) in _NUMBERS for k, v in value.items())
+        return is_plain and not _is_format(value)
+    return type(value) in _NUMBERS + _FORMATS
+
+
+def _is_format(values: Mapping[str, object]) -> bool:
+    return bool({"fmt", "fl", "wl"} & values.keys()) or values.keys() == _OF_ACTIVATIONS
+
+
 def restored(record: Any, values: Mapping[str, Any] | None) -> Any:
     """Return a record as ``record``, with the values that ``dataclasses.asdict`` made of another.
 
@@ -234,9 +281,11 @@ def restored_value(value: object) -> Any:
         TypeError: It is a format that lacks a number.
     """
     if isinstance(value, list | tuple):
-        return tuple(value)
-    if not isinstance(value, Mapping) or not {"fmt", "fl", "wl"} & value.keys():
+        return tuple(map(restored_value, value))
+    if not isinstance(value, Mapping) or not _is_format(value):
         return value  # a plain one, a policy's own table among them
+    if value.keys() == _OF_ACTIVATIONS:
+        return ActivationFormats(**{name: restored_value(fmt) for name, fmt in value.items()})
     if "shifts" in value:
         return ChannelFormat(FixedPoint(**value["fmt"]), tuple(value["shifts"]))
     return FixedPoint(**value) if "fl" in value else BlockFloat(**value)

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import io
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -291,6 +292,114 @@ def test_switches_to_block_floating_point_have_no_fractional_length():
     other = own(Blocks())[1]
     other.load_state_dict(torch.load(file, weights_only=True))
     assert str(other.trace) == str(optimizer.trace)  # NaN is not itself
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """A record of a policy of one's own."""
+
+    fmt: FixedPoint
+    value: object
+
+
+def of_value(value, later=None, *, at="record"):
+    """Return an optimizer whose policy keeps ``value``, from its second step on ``later``."""
+
+    class Keeper(Silent):
+        def init_shared(self):
+            return value if at == "shared" else None
+
+        def init(self, settings, shared):
+            return Own(FixedPoint(8, 4), value if at == "record" else 0)
+
+        def update(self, shared, layers, step):
+            if later is None or at == "shared":
+                return Update(shared if later is None else later, layers)
+            records = [dataclasses.replace(layer.record, value=later) for layer in layers]
+            pairs = zip(layers, records, strict=True)
+            return Update(shared, [layer.but(record=record) for layer, record in pairs])
+
+        def end_epoch(self, shared, layers, step):
+            return Update(shared, layers)
+
+    return own(Keeper())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ActivationFormats(FixedPoint(5, 2), None, BlockFloat(6)),
+        (FixedPoint(5, 2), (1, "a"), ActivationFormats()),
+        {"a": 1, "b": None},
+        FixedPoint(5, 0, signed=False),
+    ],
+    ids=["activation formats", "formats", "table", "unsigned"],
+)
+@pytest.mark.parametrize("at", ["record", "shared"])
+def test_values_of_a_record_come_back(value, at):
+    first = Own(FixedPoint(2, 1), 0) if at == "shared" else 0
+    later = dataclasses.replace(first, value=value) if at == "shared" else value
+    model, optimizer = of_value(first, later, at=at)
+    steps(model, optimizer, 1)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other = of_value(first, later, at=at)[1]
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert other.shared == optimizer.shared
+    records = [own.state[own.param_groups[0]["params"][0]]["layer"] for own in (optimizer, other)]
+    assert records[0] == records[1]
+    assert (other.shared if at == "shared" else records[1]).value == value
+
+
+WRONG_VALUES = {
+    "list": [1],
+    "dataclass": Note(None),
+    "format-like": {"wl": 8},
+    "tensor": torch.ones(()),
+    "numpy": np.float64(1.0),
+    "minifloat": Minifloat(4, 3),
+    "a tuple of lists": (1, [2]),
+}
+
+
+@pytest.mark.parametrize("value", WRONG_VALUES.values(), ids=WRONG_VALUES)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_values_that_would_not_come_back_are_refused_at_once(value, is_first):
+    message = r"a layer's record must have numbers, .*, got value=.*: write tuple\(...\) of a list"
+    with pytest.raises(TypeError, match=message):
+        steps(*(of_value(value) if is_first else of_value(0, value)), 1)
+
+
+@pytest.mark.parametrize("shared", [0, {"a": 1}, (1, 2), "x", Own])
+def test_a_shared_record_is_a_dataclass(shared):
+    with pytest.raises(TypeError, match=r"the shared record must be a dataclass.*, got"):
+        of_value(shared, at="shared")
+
+
+def test_records_stay_of_one_class():
+    with pytest.raises(
+        TypeError, match=r"shared record must be of one class .* Own after NoneType"
+    ):
+        steps(*of_value(None, Own(FixedPoint(2, 1), 0), at="shared"), 1)
+    update = lambda _, shared, layers, step: Update(  # noqa: E731
+        shared, [layer.but(record=Own(layer.record.fmt, 0)) for layer in layers]
+    )
+    with pytest.raises(TypeError, match=r"layer's record must be of one class .* Own after Note"):
+        steps(*own(type("Wrong", (Silent,), {"update": update})()), 1)
+
+
+def test_what_came_into_a_record_later_is_refused_when_it_is_saved():
+    model, optimizer = of_value(0)
+    steps(model, optimizer, 1)
+    optimizer.shared = [1]
+    with pytest.raises(TypeError, match="the shared record must be a dataclass"):
+        optimizer.state_dict()
+    optimizer.shared = None
+    weight = optimizer.param_groups[0]["params"][0]
+    optimizer.state[weight]["layer"] = Own(FixedPoint(8, 4), [1])
+    with pytest.raises(TypeError, match="a layer's record must have numbers"):
+        optimizer.state_dict()
 
 
 def _without_formats(_, shared, layers, step):
