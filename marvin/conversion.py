@@ -21,7 +21,8 @@ from marvin.wrappers import unwrapped
 
 __all__ = ["argument_names", "prepare", "quantize_activations"]
 
-_Choice = Iterable[str | type[nn.Module]] | str | type[nn.Module] | None
+_Item = str | type[nn.Module] | nn.Module
+_Choice = Iterable[_Item] | _Item | None
 
 
 @left_uncompiled
@@ -55,9 +56,9 @@ def quantize_activations(
         optimizer: Whose formats to use.
         ste: Straight-through gradient: see ``fake_quantize``.
         eval_rounding: ``"nearest"``, or ``"stochastic"`` (always the same noise).
-        include: Names of modules (with wildcards as of ``fnmatch``) or classes: no others round.
-            None: all.
-        exclude: Names or classes of modules that do not round.
+        include: Modules, their names (with wildcards as of ``fnmatch``) or classes: no others round.
+            None: all. A module does not stand for those inside of it.
+        exclude: Modules that do not round, their names or classes.
 
     Returns:
         A handle: ``report`` names what rounds and what does not, ``remove()`` undoes it,
@@ -65,7 +66,7 @@ def quantize_activations(
 
     Raises:
         TypeError: ``model`` is no module, or what ``torch.compile`` returned, or ``optimizer`` not one
-            of fixed point.
+            of fixed point; ``include`` or ``exclude`` has something else than modules, names and classes.
         ValueError: No module of ``model`` has a parameter of ``optimizer``; an argument is
             unknown, or ``include`` or ``exclude`` names no module.
 
@@ -117,7 +118,8 @@ def prepare(
         A handle: ``remove()`` undoes it.
 
     Raises:
-        TypeError: ``model`` is no module, or what ``torch.compile`` returned.
+        TypeError: ``model`` is no module, or what ``torch.compile`` returned; ``include`` or ``exclude``
+            has something else than modules, names and classes.
         ValueError: ``include`` or ``exclude`` names what the model does not have.
 
     Examples:
@@ -163,7 +165,8 @@ def _attached(
         others: Modules that stay as they are.
 
     Raises:
-        ValueError: ``include`` or ``exclude`` has a name that no module has.
+        TypeError: ``include`` or ``exclude`` has something else than modules, names and classes.
+        ValueError: It has a name that no module has, or a module of another model.
     """
     chosen = _chosen(model, include, exclude)
     handle = QuantizedActivations([], state)
@@ -192,15 +195,24 @@ def _chosen(model: nn.Module, include: _Choice, exclude: _Choice) -> set[str]:
         if choice is None:
             continue
         found[place] = set()
-        for item in [choice] if isinstance(choice, str | type) else choice:
+        for item in [choice] if isinstance(choice, str | type | nn.Module) else choice:
+            if not isinstance(item, str | type | nn.Module):
+                raise TypeError(
+                    f"{what} must have names, classes or modules, got {item!r:.60}: write "
+                    f'{what}=["0", torch.nn.Linear, model[0]], say'
+                )
             names = {name for name, module in modules.items() if _is_meant(name, module, item)}
             if not names:
-                raise ValueError(f"{what} must name modules of the model or classes, got {item!r}")
+                raise ValueError(
+                    f"{what} must name modules of the model or classes, got {item!r:.60}"
+                )
             found[place] |= names
     return found[0] - found[1]
 
 
-def _is_meant(name: str, module: nn.Module, item: str | type[nn.Module]) -> bool:
+def _is_meant(name: str, module: nn.Module, item: _Item) -> bool:
+    if isinstance(item, nn.Module):
+        return module is item
     return fnmatch.fnmatch(name, item) if isinstance(item, str) else isinstance(module, item)
 
 

@@ -39,7 +39,14 @@ from marvin.layers import count_known, held_by, is_layer, layout_of
 from marvin.masters import Counts, WithMasters
 from marvin.noise import Purpose, stream
 from marvin.plans import Plans
-from marvin.policies.base import Policy, check_policy, check_record, check_shared, completed
+from marvin.policies.base import (
+    Policy,
+    check_activation_formats,
+    check_policy,
+    check_record,
+    check_shared,
+    completed,
+)
 from marvin.policies.observer import Inputs, inputs_of
 from marvin.policies.records import Layer, Step, Update
 from marvin.policies.trace import Switch
@@ -657,6 +664,7 @@ class Quantized(WithMasters):
                 own |= {name: torch.zeros_like(own["master"]) for name in names}
                 own["layer"] = self.policy.init(self._layout.groups[p], self.shared)
                 check_record(own["layer"])
+                check_activation_formats(self.policy, own["layer"])
         self._show_masters(new)
         for p in new:
             if p in self.optimizer.state:  # some make it in their constructor

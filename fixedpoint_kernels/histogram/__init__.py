@@ -55,7 +55,7 @@ def histogram_candidates(
         of ``x``; float64 on the CPU for ``"expected"``. Each row sums to ``x.numel()``.
 
     Raises:
-        TypeError: ``x`` is not a floating tensor.
+        TypeError: ``x`` is not a floating tensor, or ``fmts`` no sequence of ``FixedPoint``.
         ValueError: ``x`` has no range or is not finite; ``rounding`` or ``resolution`` is not one
             of those allowed.
 
@@ -66,6 +66,10 @@ def histogram_candidates(
     if rounding not in (*get_args(Rounding), "expected"):
         raise ValueError(
             f"rounding must be one of {(*get_args(Rounding), 'expected')}, got {rounding!r}"
+        )
+    if isinstance(fmts, FixedPoint) or not all(isinstance(fmt, FixedPoint) for fmt in fmts):
+        raise TypeError(
+            f"fmts must be a sequence of FixedPoint, got {fmts!r:.60}: write [FixedPoint(8, 4)], say"
         )
     x = in_memory(x)
     bins = bins_of(x, resolution)

@@ -27,7 +27,13 @@ class Key(NamedTuple):
             TypeError: One of them is not an integer.
             ValueError: One of them is below 0, or above 2**63 - 1 (``offset``: 2**62 - 1).
         """
-        key = cls(operator.index(seed), operator.index(stream), operator.index(offset))
+        try:
+            key = cls(operator.index(seed), operator.index(stream), operator.index(offset))
+        except TypeError:
+            raise TypeError(
+                f"seed, stream and offset must be integers, got {seed=}, {stream=}, {offset=}: write "
+                "int(...)"
+            ) from None
         if not (0 <= key.seed < 2**63 and 0 <= key.stream < 2**63):
             raise ValueError(f"seed and stream must be 0 to 2**63 - 1, got {seed=}, {stream=}")
         if not 0 <= key.offset < 2**62:  # there is room for positions above

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from fixedpoint_kernels import BlockFloat, FixedPoint, Minifloat
+from fixedpoint_kernels.compact import Sum
 from marvin.channels import ChannelFormat
 from marvin.policies.records import (
     ActivationFormats,
@@ -29,6 +30,7 @@ from marvin.settings import Group, Settings
 __all__ = [
     "FixedPolicy",
     "Policy",
+    "check_activation_formats",
     "check_measured",
     "check_policy",
     "check_record",
@@ -243,7 +245,7 @@ def check_policy(policy: object) -> None:
     """Refuse what is no policy.
 
     Raises:
-        TypeError: It is a class, or something else.
+        TypeError: It is a class, or something else, or its ``rules`` are no ``Rules``.
     """
     if isinstance(policy, type):
         name = policy.__name__
@@ -251,6 +253,11 @@ def check_policy(policy: object) -> None:
     if not isinstance(policy, Policy):
         raise TypeError(
             f"policy must be one such as marvin.MarvinPolicy(), got {type(policy).__name__}"
+        )
+    if not isinstance(policy.rules, Rules):
+        raise TypeError(
+            f"rules of {type(policy).__name__} must be Rules, got {policy.rules!r:.60}: write "
+            "rules = marvin.policies.Rules(...) in the class"
         )
 
 
@@ -295,11 +302,32 @@ def _check_class(what: str, record: object, first: object, function: str) -> Non
         )
 
 
+def check_activation_formats(policy: Policy, record: Any) -> None:
+    """Refuse what is no formats of a layer's activations.
+
+    Raises:
+        TypeError: ``activation_formats`` gave no ``ActivationFormats``, or they have what no policy may
+            choose.
+    """
+    name, found = type(policy).__name__, policy.activation_formats(record)
+    if not isinstance(found, ActivationFormats):
+        raise TypeError(
+            f"{name}.activation_formats must return ActivationFormats, got {found!r:.60}: write "
+            "ActivationFormats(inputs=..., outputs=..., gradients=...)"
+        )
+    for field, fmt in vars(found).items():
+        if fmt is not None and not isinstance(fmt, Format):
+            raise TypeError(
+                f"{field} of {name}.activation_formats must be FixedPoint, BlockFloat or None, got "
+                f"{fmt!r:.60}: policies choose fixed point; marvin.Quantizer rounds activations to others"
+            )
+
+
 def check_measured(policy: Policy, measured: object, count: int) -> None:
     """Refuse what is not measured of each of ``count`` layers.
 
     Raises:
-        TypeError: It is no ``Measured``.
+        TypeError: It is no ``Measured``, or has values that are no tensors.
         ValueError: It has more or fewer values than there are layers, or a tensor that ``rules`` does
             not name.
     """
@@ -321,6 +349,12 @@ def check_measured(policy: Policy, measured: object, count: int) -> None:
             raise ValueError(
                 f"{name}.measure must give {what} for each of {count} layers, got {len(values)}: "
                 "write one for each of grads"
+            )
+        kinds = Tensor if what == "norms" else Tensor | Sum
+        if wrong := [value for value in values if not isinstance(value, kinds)]:
+            raise TypeError(
+                f"{name}.measure must give {what} as tensors, got {wrong[0]!r:.60}: write for example "
+                "Measured(norms=[grad.double().norm() for grad in grads])"
             )
 
 
@@ -351,6 +385,11 @@ def completed(
             f"{type(policy).__name__} must return an Update with a list of layers, got "
             f"{type(getattr(update, 'layers', update)).__name__}: write Update(shared, layers)"
         )
+    if wrong := [layer for layer in update.layers if not isinstance(layer, Layer)]:
+        raise TypeError(
+            f"{type(policy).__name__} must return an Update with layers, got {wrong[0]!r:.60}: write "
+            "Update(shared, [layer.but(record=...) for layer in layers])"
+        )
     given, made = ([layer.index for layer in layers] for layers in (before, update.layers))
     if made != given:
         raise ValueError(
@@ -374,6 +413,7 @@ def completed(
             continue
         now = policy.activation_formats(new)
         if (is_other and new.fmt != old.fmt) or now != policy.activation_formats(old):
+            check_activation_formats(policy, new)
             rows.append(_switch(layer.name, step, old.fmt, new.fmt, now))
     return dataclasses.replace(update, switches=[*update.switches, *rows]) if rows else update
 

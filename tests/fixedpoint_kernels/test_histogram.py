@@ -271,6 +271,12 @@ def test_expected_counts_of_parts_add_up():
     assert (parts.histograms(fmts) == whole.histograms(fmts)).all()
 
 
+@pytest.mark.parametrize("fmts", [FixedPoint(8, 4), [(8, 4)]])
+def test_candidates_are_formats(fmts):
+    with pytest.raises(TypeError, match=r"must be a sequence of FixedPoint, got .*: write \[Fixed"):
+        histogram_candidates(torch.randn(9), fmts, 5)
+
+
 def test_a_grid_has_a_largest_size():
     x = torch.randn(9)
     with pytest.raises(ValueError, match="at most 16777216 steps"):

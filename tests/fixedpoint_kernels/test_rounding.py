@@ -391,6 +391,7 @@ def test_seeds_and_streams_differ():
         ({"fmt": (8, 4)}, TypeError, r"must be a FixedPoint, such as .*, got \(8, 4\)"),
         ({"rounding": "up"}, ValueError, "rounding must be one of .* got 'up'"),
         ({"seed": -1}, ValueError, "seed and stream must be 0 to"),
+        ({"seed": 1.5}, TypeError, r"must be integers, got seed=1\.5, stream=0, .*: write int"),
         ({"out": torch.ones(2)}, ValueError, r"out must be a floating tensor of shape \(3,\)"),
         ({"x": torch.ones(3, requires_grad=True)}, RuntimeError, "has no gradient"),
     ],

@@ -414,13 +414,51 @@ def _without_formats(_, shared, layers, step):
         ("update", _without_formats, r"a layer's record must have a field fmt, got int: write"),
         ("update", lambda _, *given: given[1], r"must return an Update .*, got list: write Update"),
         ("update", lambda *_: None, r"must return an Update .*, got NoneType: write Update"),
+        (
+            "update",
+            lambda _, shared, layers, step: Update(shared, [layer.record for layer in layers]),
+            r"an Update with layers, got Note\(.*: write Update\(shared, \[layer\.but",
+        ),
+        (
+            "activation_formats",
+            lambda _, record: (record.fmt, record.fmt),
+            r"activation_formats must return ActivationFormats, got \(FixedPoint.*: write Act",
+        ),
+        (
+            "activation_formats",
+            lambda _, record: ActivationFormats(Minifloat(4, 3)),
+            r"inputs of Wrong\.activation_formats must be FixedPoint, .*, got Minifloat",
+        ),
+        (
+            "activation_formats",
+            lambda _, record: record.fmt if record.fmt.wl == 5 else ActivationFormats(),
+            r"activation_formats must return ActivationFormats, got FixedPoint\(wl=5",
+        ),
+        ("rules", {"tensors": ("last",)}, r"rules of Wrong must be Rules, got \{.*: write rules ="),
+        (
+            "measure",
+            lambda _, shared, tensors, grads: Measured(norms=[1.0 for _ in grads]),
+            r"measure must give norms as tensors, got 1\.0: write .*grad\.double\(\)\.norm",
+        ),
     ],
-    ids=["record", "minifloat", "another record", "list", "nothing"],
+    ids=[
+        "record",
+        "minifloat",
+        "another record",
+        "list",
+        "nothing",
+        "records",
+        "a tuple of formats",
+        "inputs in minifloat",
+        "a format, later",
+        "rules",
+        "numbers",
+    ],
 )
 def test_what_a_policy_must_not_give_is_refused(function, result, message):
     wrong = dataclasses.dataclass(frozen=True)(type("Wrong", (Silent,), {function: result}))
     with pytest.raises(TypeError, match=message):
-        steps(*own(wrong()), 1)
+        steps(*own(wrong()), 2)
 
 
 @pytest.mark.parametrize(
