@@ -106,7 +106,7 @@ def unpacked(
     return own
 
 
-def packed_policy(policy: Policy, shared: object) -> dict[str, Any]:
+def packed_policy(policy: Policy, shared: Any) -> dict[str, Any]:
     """Return a policy's name, hyper-parameters and shared record as plain values.
 
     Raises:
