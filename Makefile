@@ -38,7 +38,7 @@ lint: $(VENV)/installed-dev
 	$(VENV)/bin/pyright
 
 bench: $(VENV)/installed-dev
-	for op in $$(ls benchmarks/ops | sed -n 's/\.py$$//p'); do \
+	for op in $$(ls benchmarks/ops | sed -n '/^_/!s/\.py$$//p'); do \
 	  $(VENV)/bin/python -m benchmarks.run --op $$op --json benchmarks/results/$$op.json || exit 1; \
 	done
 

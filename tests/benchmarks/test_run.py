@@ -2,6 +2,8 @@
 
 import gc
 import json
+import re
+import subprocess
 import sys
 import weakref
 from types import SimpleNamespace
@@ -87,3 +89,11 @@ def test_an_operation_without_rows_says_so(measure):
     with pytest.raises(SystemExit, match="quantize found nothing to measure"):
         command(lambda: iter(()))
     assert not path.exists()
+
+
+def test_make_bench_runs_every_operation():
+    makefile = (run.ROOT / "Makefile").read_text().replace("$$", "$")
+    listed = re.search(r"for op in \$\((ls .*?)\); do", makefile)
+    assert listed is not None
+    found = subprocess.run(listed[1], shell=True, cwd=run.ROOT, capture_output=True, text=True)
+    assert sorted(found.stdout.split()) == run.OPS
