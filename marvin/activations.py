@@ -148,10 +148,11 @@ class QuantizedActivations:
         }
 
     def saturation(self) -> dict[str, float]:
-        """Return the share of values each module clamped in training since the last call.
+        """Return the share of values each module clamped since the last call, where gradients were recorded.
 
-        Of inputs and outputs the larger share; ``ste="identity"`` does not count, nor do inputs
-        without a gradient. Above a few per cent, use more ``buffer_bits``.
+        Of inputs and outputs the larger share. Inputs to which no gradient goes back, such as the data,
+        do not count, nor does block floating point, nor what ``ste="identity"`` rounds. Above a few per
+        cent, use more ``buffer_bits``.
         """
         rounders = [entry.rounder for entry in self.entries if entry.parameters]
         shares = {r.name: max(r.tally.share(), r.outputs.share()) for r in rounders}
