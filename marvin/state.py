@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ def unpacked(
     return own
 
 
-def packed_policy(policy: Policy, shared: Any) -> dict[str, Any]:
+def packed_policy(policy: Policy, shared: object) -> dict[str, Any]:
     """Return a policy's name, hyper-parameters and shared record as plain values.
 
     Raises:
@@ -117,7 +117,7 @@ def packed_policy(policy: Policy, shared: Any) -> dict[str, Any]:
     return {
         "name": type(policy).__name__,
         "settings": fields_of(policy),
-        "shared": None if shared is None else asdict(shared),
+        "shared": asdict(shared) if is_dataclass(shared) and not isinstance(shared, type) else None,
     }
 
 

@@ -302,7 +302,7 @@ def _check_class(what: str, record: object, first: object, function: str) -> Non
         )
 
 
-def check_activation_formats(policy: Policy, record: Any) -> None:
+def check_activation_formats(policy: Policy, record: object) -> None:
     """Refuse what is no formats of a layer's activations.
 
     Raises:
