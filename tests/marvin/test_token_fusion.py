@@ -87,14 +87,15 @@ class Scaled(Unflattened):
 
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, dim=-1)
+        q = q * self.factor
         q, k, v = (
-            own.unflatten(-1, (self.heads, -1)).transpose(1, 2) for own in (self.times(q), k, v)
+            own.unflatten(-1, (self.heads, -1)).transpose(1, 2) for own in (q, k, self.values(q, v))
         )
         y = F.scaled_dot_product_attention(q, k, v, scale=1.0)
         return self.out(y.transpose(1, 2).flatten(2))
 
-    def times(self, q):
-        return q * self.factor
+    def values(self, q, v):
+        return v
 
 
 class ByOther(Scaled):
@@ -104,9 +105,8 @@ class ByOther(Scaled):
 class Twice(Scaled):
     """Takes scaled queries twice."""
 
-    def times(self, q):
-        y = q * self.factor
-        return y + y.relu()
+    def values(self, q, v):
+        return q + v
 
 
 class Block(nn.Module):
