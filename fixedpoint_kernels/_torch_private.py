@@ -98,6 +98,7 @@ __all__ = [
     "version_of",
     "versions_of",
     "without_global_step_hooks",
+    "written_by",
 ]
 
 _Hook = TypeVar("_Hook")
@@ -145,6 +146,24 @@ def base_of(x: Tensor) -> Tensor:
 def storage_key(x: Tensor) -> int:
     """Return a number that tensors with one memory share, also without an address (meta, fake)."""
     return x.untyped_storage()._cdata
+
+
+def written_by(
+    func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> list[Tensor]:
+    """Return the tensors to which a call of an operator writes.
+
+    An operator tells that only by its schema.
+    """
+    places = [i for i, own in enumerate(func._schema.arguments) if _is_written(own)]
+    names = [func._schema.arguments[i].name for i in places]
+    given = [args[i] for i in places if i < len(args)]
+    given += [kwargs[name] for name in names if name in kwargs]
+    return [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def is_watched() -> bool:

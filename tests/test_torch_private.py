@@ -36,6 +36,7 @@ OWNERS = [  # who must have which private names
     (torch_module, "_WrappedHook _global_forward_hooks _global_forward_pre_hooks"),
     (torch._C, "_autograd"),
     (torch.ops.aten, "_local_scalar_dense"),
+    (torch.ops.aten.add_.Tensor, "_schema"),
     (torch._C._autograd, "_top_saved_tensors_default_hooks"),
     (AN_OBJECT, "_base _version"),
     (AN_OBJECT.untyped_storage(), "_cdata"),

@@ -273,7 +273,7 @@ def trace(
         with surroundings.watched(), _mode(is_inference=infers, goes_back=True):
             again = tracers[1].trace(module)
     except Exception as error:  # whatever a model's own code raises on a tracer's proxies
-        return f"{NOT_TRACED}: {str(error).partition(chr(10))[0]}"
+        return surroundings.refused or f"{NOT_TRACED}: {str(error).partition(chr(10))[0]}"
     finally:
         before.restore()
         reason = surroundings.restore()

@@ -7,6 +7,7 @@ import operator
 import random
 import threading
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -233,14 +234,157 @@ class Clamping(nn.Module):
         return self.b(torch.relu(self.a(x)))
 
 
+class ClampingAll(Clamping):
+    def forward(self, x):
+        with torch.no_grad():
+            for p in self.parameters():
+                p.clamp_(-0.02, 0.02)
+        return self.b(torch.relu(self.a(x)))
+
+
 @pytest.mark.filterwarnings("ignore:what is written into weight.data")
-def test_what_code_writes_to_a_parameter_comes_first():
-    model, _ = make(model=Clamping())
-    assert trace(model) == "it changes a value in place that is used again"
+@pytest.mark.filterwarnings("ignore:weights changed outside of Quantized")
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Clamping, "it changes a value in place that is used again"),
+        (ClampingAll, "its forward changes parameters, or their gradients"),
+    ],
+    ids=["by attribute", "all"],
+)
+def test_what_code_writes_to_a_parameter_comes_first(kind, reason):
+    model, _ = make(model=kind())
+    assert trace(model) == reason
+    model(batch(0)[0])
     with torch.no_grad():
         model.b.weight.fill_(0.5)
     model(batch(0)[0])
     assert model.b.weight.abs().max() <= 0.02
+
+
+class Teaching(nn.Module):
+    """Changes parameters that it does not read as attributes; ``how`` says how."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.a, self.b, self.how = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), how
+        self.slow = nn.Conv2d(3, 4, 3).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.how(self)
+        return self.b(torch.relu(self.a(x) + self.slow(x))).mean((2, 3))
+
+
+def each(change):
+    """Return what changes each parameter of the slow layer, with that of the other."""
+
+    def changes(model):
+        for slow, own in zip(model.slow.parameters(), model.a.parameters(), strict=True):
+            change(slow, own)
+
+    return changes
+
+
+def caught(model):
+    with suppress(Exception):
+        each(lambda p, own: p.zero_())(model)
+
+
+def through_an_array(model):
+    for p in model.slow.parameters():
+        p.detach().numpy()[:] = 0.0
+
+
+def put(p, own):
+    p.data = p.data * 0.5 + own.data * 0.5
+
+
+def frozen(model):
+    model.a.requires_grad_(False)
+
+
+def all_lerped(model):
+    torch._foreach_lerp_([*model.slow.parameters()], [*model.a.parameters()], 0.5)
+
+
+WRITES = {
+    "clamped": each(lambda p, own: p.clamp_(min=0.2)),
+    "averaged": each(lambda p, own: p.data.lerp_(own.data, 0.5)),
+    "put": each(put),
+    "of data": each(lambda p, own: p.data.mul_(0.5)),
+    "detached": each(lambda p, own: p.detach().mul_(0.5)),
+    "a part": each(lambda p, own: p[:1].zero_()),
+    "copied": each(lambda p, own: p.copy_(own)),
+    "out": each(lambda p, own: torch.mul(own, 2, out=p.detach())),
+    "at once": all_lerped,
+    "a state": lambda model: model.slow.load_state_dict(model.a.state_dict()),
+    "a vector": lambda model: nn.utils.vector_to_parameters(torch.ones(112), model.slow.parameters()),
+    "an array": through_an_array,
+    "frozen": frozen,
+    "no gradients": lambda model: model.zero_grad(),
+    "no gradient": each(lambda p, own: delattr(own, "grad")),
+    "a hook": each(lambda p, own: own.register_hook(print)),
+    "a gradient": each(lambda p, own: own.grad.zero_()),
+    "an error that is caught": caught,
+    "a new module": lambda model: setattr(model, "teacher", copy.deepcopy(model.a)),
+    "another module": lambda model: setattr(model, "slow", copy.deepcopy(model.a)),
+    "another parameter": lambda model: setattr(model.slow, "bias", nn.Parameter(torch.ones(4))),
+    "a new buffer": lambda model: model.register_buffer("mean", torch.zeros(4)),
+}  # fmt: skip
+
+
+def held(model):
+    """Return what a model has: parameters, how they are, and their values."""
+    found = {name: id(x) for name, x in [*model.named_modules(), *model.named_buffers()]}
+    for name, p in model.named_parameters():
+        grad = None if p.grad is None else p.grad.tolist()
+        found[name] = id(p), p.data_ptr(), p.requires_grad, id(p.grad), grad, p.tolist()
+    return found
+
+
+@pytest.mark.parametrize("how", WRITES.values(), ids=WRITES)
+def test_a_trace_leaves_parameters_as_they_are(how):
+    model, _ = make(model=Teaching(lambda model: None))
+    assert not isinstance(trace(model), str)
+    model.how = how
+    before = held(model)
+    for infers in (False, True):
+        assert isinstance(trace(model, infers=infers), str)
+        assert held(model) == before
+
+
+@pytest.mark.filterwarnings("ignore:what is written into weight.data")
+@pytest.mark.parametrize("name", ["averaged", "put", "at once"])
+def test_what_code_writes_to_parameters_is_written_at_each_call(name):
+    model, twin = (make(model=Teaching(lambda model: None), fused=own)[0] for own in (True, False))
+    x, _ = batch(0)
+    for own in (model, twin):
+        own.how = WRITES[name]
+        own(x)
+        with torch.no_grad():
+            own.slow.weight.fill_(-0.5)
+    for _ in range(3):
+        same(model(x), twin(x))
+        same(model.slow.weight, twin.slow.weight)
+    assert (model.slow.weight != -0.5).all()
+
+
+def test_numbers_that_code_makes_of_parameters_are_of_now():
+    model, _ = make(model=Reading())
+    model.config.act = lambda y: torch.relu(y) * sum(p.sum().item() for p in model.b.parameters())
+    assert "reads the value" in trace(model)
+
+
+def test_parameters_that_are_only_asked_for_stay_in_chains():
+    model, _ = make(model=Teaching(lambda model: [p.dtype for p in model.parameters()]))
+    assert not isinstance(trace(model), str)
+
+
+def test_tensors_without_memory_may_be_in_a_model():
+    model, _ = make(model=Valued(lambda own: own))
+    model.register_buffer("places", torch.eye(3).to_sparse())
+    assert not isinstance(trace(model), str)
 
 
 def test_options_of_a_part_hold_in_a_model_that_ran():
