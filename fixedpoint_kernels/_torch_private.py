@@ -155,15 +155,11 @@ def written_by(
 
     An operator tells that only by its schema.
     """
-    places = [i for i, own in enumerate(func._schema.arguments) if _is_written(own)]
-    names = [func._schema.arguments[i].name for i in places]
-    given = [args[i] for i in places if i < len(args)]
-    given += [kwargs[name] for name in names if name in kwargs]
+    given: list[object] = []
+    for i, own in enumerate(func._schema.arguments):
+        if own.alias_info is not None and own.alias_info.is_write:
+            given.append(args[i] if i < len(args) else kwargs.get(own.name))
     return [x for x in tree_leaves(given) if isinstance(x, Tensor)]
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def is_watched() -> bool:

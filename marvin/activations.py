@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fixedpoint_kernels.drawing import draw_cells
 from fixedpoint_kernels.rounding import Rounding
 from marvin.hooks import detach, rounders_of, state_of
-from marvin.layers import is_layer
+from marvin.layers import is_layer, parameters_of
 from marvin.rounder import BUFFER, ForwardState, Rounder
 from marvin.straight_through import StraightThrough, Tally
 
@@ -144,7 +144,7 @@ class QuantizedActivations:
         return {
             entry.rounder.name
             for entry in self.entries
-            if entry.parameters and any(map(is_layer, entry.module.parameters(recurse=False)))
+            if entry.parameters and any(map(is_layer, parameters_of(entry.module).values()))
         }
 
     def saturation(self) -> dict[str, float]:

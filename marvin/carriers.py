@@ -11,12 +11,11 @@ from fixedpoint_kernels._torch_private import AdaptiveAvgPoolBase, AvgPoolBase, 
 from marvin.activations import FROZEN, Entry, QuantizedActivations
 from marvin.display import listed
 from marvin.hooks import rounders_of
-from marvin.layers import computed_weights, is_layer
+from marvin.layers import computed_weights, is_layer, parameters_of, parametrisations_of
 from marvin.masters import WithMasters, owner_of
 from marvin.model_formats import ModuleFormats
 from marvin.policies.observer import Observer
 from marvin.policies.records import ActivationFormats
-from marvin.rounder import channels_of
 from marvin.settings import Settings
 from marvin.warned import warn_user
 
@@ -139,7 +138,7 @@ class Carriers:
             if entry.parameters
             and entry.is_live
             and entry.rounder.name not in self.uncalled | handle.state.waiting
-            for name, p in entry.module.named_parameters(recurse=False)
+            for name, p in parameters_of(entry.module).items()
             # others of a recurrent layer multiply its state
             if not isinstance(entry.module, nn.RNNBase) or "_ih_l0" in name
         }
@@ -170,7 +169,7 @@ class Carriers:
             for entry in handle.entries
             if entry.rounder.name in waiting
             and entry.is_live
-            and any(p.grad is not None for p in entry.module.parameters(recurse=False))
+            and any(p.grad is not None for p in parameters_of(entry.module).values())
         }
         waiting -= names
         if names:
@@ -189,7 +188,7 @@ class Carriers:
             if (observer := entry.rounder.observer) is not None
             and observer.sums is None
             and not entry.module.training
-            and any(p.grad is not None for p in entry.module.parameters(recurse=False))
+            and any(p.grad is not None for p in parameters_of(entry.module).values())
         }
         if found := found - self.unseen:
             self.unseen |= found
@@ -294,7 +293,7 @@ def _write_elsewhere(handle: QuantizedActivations, optimizer: WithMasters) -> No
 
 def decides(optimizer: WithMasters, module: nn.Module) -> bool:
     """Say whether an optimizer's formats are those of a module's activations: it has the module's layer."""
-    own = [*module.parameters(recurse=False)]
+    own = [*parameters_of(module).values()]
     layer = next(filter(is_layer, own), None)
     if layer is not None and layer not in optimizer and owner_of(layer) is not None:
         return False
@@ -305,7 +304,7 @@ def assign(handle: QuantizedActivations, optimizer: WithMasters) -> None:
     """Say which modules of a model round, by the formats of which parameters, and why others do not."""
     model = _root(handle)
     sources = dict(zip(model.modules(), _sources(model, optimizer), strict=True))
-    before = handle.layers()
+    before, inside = handle.layers(), parametrisations_of(model)
     handle.left = {name: why for name, why in handle.left.items() if why in (EXCLUDED, OTHERS)}
     handle.entries = [e for e in handle.entries if e.module in sources]  # others were replaced
     for place, entry in enumerate(handle.entries):
@@ -317,9 +316,9 @@ def assign(handle: QuantizedActivations, optimizer: WithMasters) -> None:
         is_left = name in handle.left
         chosen = () if reason or is_left else source
         handle.entries[place] = replace(entry, parameters=chosen, layers=[*owners])
-        if is_left:
+        if is_left or module in inside:
             continue
-        if reason and (channels_of(module) or isinstance(module, FOLLOWERS)):
+        if reason and (parameters_of(module) or isinstance(module, FOLLOWERS)):
             handle.left[name] = reason
         if not reason and all(optimizer.activation_formats(p) is None for p in owners):
             handle.left[name] = FROZEN
@@ -334,11 +333,15 @@ def assign(handle: QuantizedActivations, optimizer: WithMasters) -> None:
 def _sources(model: nn.Module, optimizer: WithMasters) -> Iterator[Sequence[Tensor]]:
     """Yield for each module the parameters of which the first with a format gives its own.
 
-    Those that it has; for normalisation and pooling then those of the layer before.
+    Those that it has, its parametrisations' among them; for normalisation and pooling then those of the layer before.
     """
     before: list[Tensor] = []
+    inside = parametrisations_of(model)
     for module in model.modules():
-        own = [p for p in module.parameters(recurse=False) if p in optimizer]
+        if module in inside:  # the layer rounds, by their parameters
+            yield []
+            continue
+        own = [p for p in parameters_of(module).values() if p in optimizer]
         if not decides(optimizer, module):
             own = []
         yield own + before if isinstance(module, FOLLOWERS) else own
@@ -352,6 +355,6 @@ def _reason(module: nn.Module, source: Sequence[Tensor], optimizer: WithMasters)
         return "the policy leaves normalisation in float32"
     if isinstance(module, _POOLS) and not rules.quantizes_pools:
         return "the policy leaves pooling in float32"
-    if not source and any(p in optimizer for p in module.parameters(recurse=False)):
+    if not source and any(p in optimizer for p in parameters_of(module).values()):
         return OTHERS
     return "" if source else "neither it nor a layer before it has a parameter of the optimizer"

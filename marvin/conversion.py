@@ -12,6 +12,7 @@ from fixedpoint_kernels.rounding import Rounding
 from marvin.activations import Entry, QuantizedActivations
 from marvin.carriers import EXCLUDED, FOLLOWERS, OTHERS, assign, decides
 from marvin.hooks import detach, hook, rounders_of
+from marvin.layers import parameters_of, parametrisations_of
 from marvin.model_formats import ModuleFormats
 from marvin.quantized import Quantized
 from marvin.rounder import ForwardState, Rounder, channels_of
@@ -137,9 +138,9 @@ def prepare(
 
 def _of_others(model: nn.Module, optimizer: Quantized) -> set[nn.Module]:
     """Return modules that round by another optimizer's formats, which has their layer."""
-    found, is_other = set[nn.Module](), False
-    for module in model.modules():
-        has_own = any(True for _ in module.parameters(recurse=False))
+    found, is_other, inside = set[nn.Module](), False, parametrisations_of(model)
+    for module in (own for own in model.modules() if own not in inside):
+        has_own = bool(parameters_of(module))
         rounds = any(r.state is not optimizer.forward_state for r in rounders_of(module))
         if has_own:
             is_other = rounds and not decides(optimizer, module)
@@ -168,7 +169,7 @@ def _attached(
         TypeError: ``include`` or ``exclude`` has something else than modules, names and classes.
         ValueError: It has a name that no module has, or a module of another model.
     """
-    chosen = _chosen(model, include, exclude)
+    chosen, inside = _chosen(model, include, exclude), parametrisations_of(model)
     handle = QuantizedActivations([], state)
     for name, module in model.named_modules():
         if module in others:
@@ -177,10 +178,11 @@ def _attached(
                 handle.entries.append(Entry(module, Rounder(name, state, (), is_root=True)))
             continue
         detach(module)
-        could = bool(channels_of(module)) or isinstance(module, FOLLOWERS)
-        if could and name not in chosen:
+        could = bool(parameters_of(module)) or isinstance(module, FOLLOWERS)
+        is_chosen = name in chosen or module in inside
+        if could and not is_chosen:
             handle.left[name] = EXCLUDED
-        if (could and name in chosen) or module is model:
+        if (could and is_chosen) or module is model:
             rounder = Rounder(name, state, argument_names(module), is_root=module is model)
             hook(module, rounder)
             handle.entries.append(Entry(module, rounder))

@@ -20,7 +20,11 @@ __all__ = [
     "is_layer",
     "layout_of",
     "owners_of",
+    "parameters_of",
+    "parametrisations_of",
 ]
+
+_INSIDE = "parametrizations"  # where torch puts them, in the layer
 
 
 @dataclass(frozen=True)
@@ -138,11 +142,25 @@ def computed_weights(module: nn.Module) -> list[str]:
     return [name for name in own if isinstance(vars(module).get(name), Tensor)]
 
 
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module by name: its own, and those of its weights' parametrisations."""
+    found = dict(module.named_parameters(recurse=False))
+    if is_parametrized(module):
+        found |= getattr(module, _INSIDE).named_parameters(_INSIDE)
+    return found
+
+
+def parametrisations_of(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that compute weights of others, which have their parameters."""
+    layers = filter(is_parametrized, model.modules())
+    return {own for layer in layers for own in getattr(layer, _INSIDE).modules()}
+
+
 def owners_of(parameters: Sequence[tuple[str | None, Tensor]]) -> dict[Tensor, Tensor | None]:
     """Return the layer whose format each parameter takes.
 
-    A layer takes its own. Any other parameter takes that of the first layer in its module, else
-    of the nearest layer before it, else of the first layer after it; None where there is none.
+    A layer takes its own. Any other parameter takes that of the first layer in its module, its parametrisations
+    included, else of the nearest layer before it, else of the first layer after it; None where there is none.
 
     Args:
         parameters: Names (None where unknown) and parameters, in parameter order.
@@ -166,4 +184,5 @@ def _other_module(name: str) -> str:
 
 
 def _module(name: str) -> str:
-    return name.rpartition(".")[0]
+    owner, inside, _ = f".{name}".partition(f".{_INSIDE}.")
+    return owner[1:] if inside else name.rpartition(".")[0]

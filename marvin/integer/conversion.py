@@ -32,7 +32,7 @@ from marvin.integer.layers import (
     stock_class,
 )
 from marvin.integer.lone_run import forget
-from marvin.layers import is_layer
+from marvin.layers import computed_weights, is_layer, parameters_of, parametrisations_of
 from marvin.model_formats import ModuleFormats
 from marvin.settings import check_model
 
@@ -279,10 +279,11 @@ def report(model: nn.Module) -> Report:
     Args:
         model: Converted or not.
     """
+    inside = parametrisations_of(model)
     layers = {
         name: module
         for name, module in model.named_modules()
-        if any(is_layer(p) for p in module.parameters(recurse=False))
+        if module not in inside and any(map(is_layer, parameters_of(module).values()))
     }
     here = {name for name, module in layers.items() if _device(module).type == "cpu"}
     fused, inexact = (names & here for names in fused_layers(model))  # chains are for CPUs alone
@@ -322,6 +323,8 @@ def _why_not(module: nn.Module) -> str:
     if not isinstance(module, (*CLASSES.values(), TransposedLinear)):
         if is_converted(module):
             return "forward_save.convert came first: revert it, call integer.convert, then again"
+        if computed := computed_weights(module):
+            return f"a parametrisation computes its {' and '.join(computed)}"
         instead = _INSTEAD.get(type(module), "")
         return f"there is no integer product for {type(module).__name__}{instead}"
     if any(t.is_meta for t in (*module.parameters(False), *module.buffers(False))):

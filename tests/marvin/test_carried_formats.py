@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load, save
 from torch import fx, nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel
 
 import marvin
@@ -655,3 +655,58 @@ def test_copies_of_traced_modules_round_and_load(copied, kind):
         own.load_state_dict(state)
         assert torch.equal(own(x), y)
         assert formats_of(own)[""].inputs == FixedPoint(3, 1)
+
+
+class LowRank(nn.Module):
+    """A parametrisation that has parameters."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(layer.out_features, 2) * 0.1)
+        self.b = nn.Parameter(torch.randn(2, layer.in_features) * 0.1)
+
+    def forward(self, weight):
+        return weight + self.a @ self.b
+
+
+PARAMETRISATIONS = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "low rank": lambda layer: parametrize.register_parametrization(layer, "weight", LowRank(layer)),
+}
+
+
+@pytest.mark.parametrize("parametrised", PARAMETRISATIONS.values(), ids=PARAMETRISATIONS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_with_a_parametrisation_round_their_inputs(parametrised, bias):
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 32, bias=bias), nn.Linear(32, 4, bias=bias)
+    model = nn.Sequential(parametrised(layers[0]), nn.ReLU(), parametrised(layers[1]))
+    optimizer = marvin.Quantized(
+        torch.optim.SGD(model.named_parameters(), lr=0.01), marvin.StaticPolicy(4, 4)
+    )
+    handle = marvin.quantize_activations(model, optimizer)
+    assert handle.layers() == ["0", "2"]
+    assert handle.left.keys() == {"0", "2"}
+    model(torch.randn(64, 8)).square().mean().backward()
+    optimizer.step()
+    seen, linear = [], F.linear
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "linear", lambda x, *rest: (seen.append(x), linear(x, *rest))[1])
+        model(torch.randn(64, 8))
+    for name, x in zip(("0", "2"), seen, strict=True):
+        codes = x * formats_of(model)[name].inputs.scale
+        assert torch.equal(codes, codes.round())
+        assert codes.abs().max() < 16
+    assert [row.name for row in marvin.integer.report(model).rows] == ["0", "2"]
+
+
+def test_a_layer_with_a_parametrisation_may_be_left_out():
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 32)), nn.Linear(32, 4))
+    optimizer = marvin.MSGD(model.named_parameters(), lr=0.05)
+    handle = marvin.quantize_activations(model, optimizer, exclude=["0"])
+    assert handle.layers() == ["1"]
+    assert handle.left["0"] == "excluded"
+    handle = marvin.quantize_activations(model, optimizer, include=["0"])
+    assert handle.layers() == ["0"]

@@ -1,4 +1,5 @@
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from marvin.layers import owners_of
 
@@ -34,3 +35,10 @@ def test_bias_before_its_weight():
 def test_before_the_first_layer_and_without_any():
     assert owner_names(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)))["0.bias"] == "1.weight"
     assert set(owner_names(nn.BatchNorm1d(2)).values()) == {None}
+
+
+def test_a_bias_beside_a_parametrisation_takes_the_format_of_its_layer():
+    model = nn.Sequential(*(parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(2)))
+    owners = owners_of([*model.named_parameters()])
+    for layer in model:
+        assert owners[layer.bias] is layer.parametrizations.weight.original0
