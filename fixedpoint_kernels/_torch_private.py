@@ -3,6 +3,7 @@
 Each entry says which public way is missing. The tests name what is gone after an update of torch.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ __all__ = [
     "HOOKS",
     "READ_ONE",
     "AdaptiveAvgPoolBase",
+    "AskedByScaler",
     "AvgPoolBase",
     "BatchNormBase",
     "ConvolutionHook",
@@ -49,6 +51,7 @@ __all__ = [
     "base_of",
     "batch_norm",
     "buffers_of",
+    "calling_scaler",
     "compiled_as_constant",
     "compiled_graph",
     "derivatives_of",
@@ -259,6 +262,36 @@ def without_global_step_hooks() -> Iterator[None]:
     finally:
         for table, own in zip(tables, hooks, strict=True):
             table.update(own)
+
+
+class AskedByScaler:
+    """A base of optimizers that hear of a step from ``GradScaler``, also where it leaves the step out.
+
+    It tells nobody what it leaves out; but before it decides, it reads this attribute.
+    """
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        if calling_scaler() is not None:
+            self._before_scaled_step()
+        return False  # the scaler divides gradients itself
+
+    def _before_scaled_step(self) -> None:
+        """Prepare for a ``step`` that may be left out."""
+
+
+def calling_scaler() -> torch.amp.GradScaler | None:
+    """Return the gradient scaler in whose method this is called; None if there is none.
+
+    It hands in nothing that tells of it.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        own = frame.f_locals.get("self")
+        if isinstance(own, torch.amp.GradScaler):
+            return own
+        frame = frame.f_back
+    return None
 
 
 def batch_norm(

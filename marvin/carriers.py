@@ -14,7 +14,7 @@ from marvin.hooks import rounders_of
 from marvin.layers import computed_weights, is_layer, parameters_of, parametrisations_of
 from marvin.masters import WithMasters, owner_of
 from marvin.model_formats import ModuleFormats
-from marvin.policies.observer import Observer
+from marvin.policies.observer import Observer, Sums
 from marvin.policies.records import ActivationFormats
 from marvin.settings import Settings
 from marvin.warned import warn_user
@@ -154,6 +154,13 @@ class Carriers:
             entry.rounder.observer = None
             if layer is not None:
                 entry.rounder.observer = self.observers.setdefault(layer, Observer())
+
+    def take_sums(self) -> dict[int, Sums]:
+        """Return what observers saw, by position, and let them begin anew."""
+        found = {i: own.sums for i, own in self.observers.items() if own.sums is not None}
+        for index in found:
+            self.observers[index].sums = None
+        return found
 
     def name_uncalled(self, waiting: set[str]) -> None:
         """Warn of weights that have a gradient though their module was never called.

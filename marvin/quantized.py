@@ -13,7 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from fixedpoint_kernels._torch_private import left_uncompiled, without_global_step_hooks
+from fixedpoint_kernels._torch_private import (
+    AskedByScaler,
+    left_uncompiled,
+    without_global_step_hooks,
+)
 from fixedpoint_kernels.compact import Sum
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.undo import all_or_nothing
@@ -47,11 +51,11 @@ from marvin.policies.base import (
     check_shared,
     completed,
 )
-from marvin.policies.observer import Inputs, inputs_of
+from marvin.policies.observer import Inputs, Sums, inputs_of
 from marvin.policies.records import Layer, Step, Update
 from marvin.policies.trace import Switch
 from marvin.ranks import check_not_joining, is_distributed, mean_over_ranks, parallel_models
-from marvin.rounder import BUFFER, ForwardState
+from marvin.rounder import BUFFER, ForwardState, Samples
 from marvin.settings import (
     OPTIONS,
     Group,
@@ -77,7 +81,7 @@ _LOOK = 100  # steps between two looks at what is clamped
 
 
 @for_wrappers
-class Quantized(WithMasters):
+class Quantized(WithMasters, AskedByScaler):
     """Let any optimizer train a model whose weights are quantised as a policy decides.
 
     The wrapped optimizer is built from the model's parameters as always. From then on its step
@@ -137,6 +141,7 @@ class Quantized(WithMasters):
     """
 
     _parallel: "list[ref[nn.Module]] | None" = None  # models of several processes, once looked for
+    _set_aside: tuple[dict[int, Sums], Samples] | None = None  # see ``_before_scaled_step``
 
     @left_uncompiled
     def __init__(  # noqa: PLR0913  every hyper-parameter is an argument, as in torch.optim
@@ -284,6 +289,7 @@ class Quantized(WithMasters):
             ValueError: ``loss`` has more than one element, a parameter has got another shape, or groups
                 have other parameters.
         """
+        self._take_back()
         check_step(closure)
         self._check_groups()
         self._check_state()
@@ -641,8 +647,24 @@ class Quantized(WithMasters):
         self._unsaid = (*self._unsaid, *(self._layout.names[p] for p in adopted))
         return []
 
+    def _before_scaled_step(self) -> None:
+        """Set aside what went forward: it is that of the step which a scaler may leave out."""
+        own = unwrapped(self)
+        own._set_aside = own._carriers.take_sums(), own.forward_state.take_samples()
+
+    def _take_back(self) -> None:
+        """Take what was set aside, if nothing went forward since: then the scaler does the step."""
+        aside, self._set_aside = self._set_aside, None
+        seen, now = self._carriers.observers, self.forward_state
+        if aside is None or now.counted or any(own.sums is not None for own in seen.values()):
+            return
+        sums, (now.samples, now.first) = aside
+        for index, own in sums.items():
+            seen[index].sums = own
+
     def _observe_next(self) -> None:
         """Forget what went forward, and let modules show their inputs if the next step wants that."""
+        self._set_aside = None
         self.forward_state.count_anew()
         number, settings = self._counts.step + 1, self.param_groups[0]
         wants = self.policy.rules.observes_inputs and self.policy.observes(number, settings)

@@ -27,6 +27,7 @@ __all__ = [
     "FLOATS",
     "ForwardState",
     "Rounder",
+    "Samples",
     "as_it_is",
     "channels_of",
     "formats_of",
@@ -37,6 +38,9 @@ BUFFER = "fixed_point"
 """Name of the buffer in which a module's state has its formats."""
 
 FLOATS = torch.float32, torch.bfloat16, torch.float16
+
+Samples = tuple[int, tuple[str, int] | None]
+"""Of a ``ForwardState``: ``samples`` and ``first``."""
 
 _TRIES = 100  # to read formats that another process is writing, a millisecond apart
 
@@ -82,6 +86,12 @@ class ForwardState:
         self.gradients += 1
         first = stream(Purpose.PRODUCTS, 2 * self.gradients, rank())
         return self.seed, first, first + NEXT
+
+    def take_samples(self) -> Samples:
+        """Return what was counted, and begin anew."""
+        found = self.samples, self.first
+        self.count_anew()
+        return found
 
     @property
     def counted(self) -> int:

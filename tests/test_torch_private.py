@@ -49,6 +49,7 @@ OWNERS = [  # who must have which private names
     (torch.compile(MODULE), "_orig_mod"),
     (JOINABLE, "_join_config"),
     (SGD, "_optimizer_step_pre_hooks _optimizer_step_post_hooks"),
+    (torch.optim.SGD(MODULE.parameters(), fused=True), "_step_supports_amp_scaling"),
     (torch.utils.checkpoint, "_recomputation_hook"),
     (torch_optimizer, "_global_optimizer_pre_hooks _global_optimizer_post_hooks"),
     (torch.compiler.assume_constant_result(lambda: 0), "_dynamo_marked_constant"),

@@ -1,15 +1,13 @@
 """Policies for integer hardware: word lengths from a loss budget, or given; ranges from data."""
 
-import inspect
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
-import torch
-
 from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels._torch_private import calling_scaler
 from marvin.policies.range_policy import (
     LayerBudget,
     Observation,
@@ -343,13 +341,8 @@ def _with_warning(shared: Window, share: float) -> Window:
 
 def _with_scaler(shared: Window) -> Window:
     """Say that gradients of inputs are those of a loss that a scaler has multiplied."""
-    frame = inspect.currentframe()
-    while frame is not None:  # the scaler calls step(), and hands in nothing that tells of it
-        own = frame.f_locals.get("self")
-        if isinstance(own, torch.amp.GradScaler) and own.is_enabled() and own.get_scale() != 1:
-            break
-        frame = frame.f_back
-    if frame is None:
+    scaler = calling_scaler()
+    if scaler is None or not scaler.is_enabled() or scaler.get_scale() == 1:
         return shared
     warn_user(
         "the loss budget measures gradients of inputs while a gradient scaler multiplies them: word lengths of "

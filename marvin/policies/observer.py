@@ -21,12 +21,12 @@ from marvin.policies.ranges import Range, integer_bits_of
 from marvin.ranks import is_distributed, min_over_ranks, sum_over_ranks
 from marvin.shards import Shard, accumulate_dtype, spread, whole_norms
 
-__all__ = ["Inputs", "Observer", "inputs_of", "weight_ranges"]
+__all__ = ["Inputs", "Observer", "Sums", "inputs_of", "weight_ranges"]
 
 _FEWER = 1, 2  # integer bits that a weight may have less than its largest value needs
 
 
-class _Sums:
+class Sums:
     """Numbers on the device; passes add up.
 
     Attributes:
@@ -75,7 +75,7 @@ class _Observed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, fmt: FixedPoint | None, clip: bool, has_gradient: bool, sums: _Sums
+        ctx: Any, x: Tensor, fmt: FixedPoint | None, clip: bool, has_gradient: bool, sums: Sums
     ) -> Tensor:
         y, ste_mask, counts, scalars = round_and_observe(x.detach(), fmt)
         sums.add(counts, scalars)
@@ -134,7 +134,7 @@ class Observer:
     """
 
     def __init__(self) -> None:
-        self.sums: _Sums | None = None
+        self.sums: Sums | None = None
 
     def round(self, x: Tensor, fmt: FixedPoint | None, *, clip: bool) -> tuple[Tensor, Tensor]:
         """Round a layer's input to nearest, measure it, and its gradient when that comes back.
@@ -148,7 +148,7 @@ class Observer:
             What the layer will see, a tensor that no other module uses; and how many values were
             clamped, 0-d.
         """
-        self.sums = self.sums or _Sums()
+        self.sums = self.sums or Sums()
         y = _Observed.apply(
             x if x.requires_grad else x.detach().requires_grad_(),
             fmt,
@@ -168,7 +168,7 @@ class Observer:
         Returns:
             What measures the gradient of that input, as it comes back, once.
         """
-        sums = self.sums = self.sums or _Sums()
+        sums = self.sums = self.sums or Sums()
         _, ste_mask, counts, scalars = round_and_observe(x.detach(), fmt)
         sums.add(counts, scalars)
 
@@ -194,7 +194,7 @@ def inputs_of(
     if not all_sums:
         return {}
     rows = [
-        _Sums.unseen(device or torch.device("cpu")) if sums is None else sums
+        Sums.unseen(device or torch.device("cpu")) if sums is None else sums
         for sums in all_sums.values()
     ]
     counts = torch.stack([sums.counts for sums in rows])
