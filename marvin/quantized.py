@@ -342,19 +342,21 @@ class Quantized(WithMasters, AskedByScaler):
         self._counts.step = number
         try:
             self._move(batches, update)
+            if update.switches or number % _LOOK == 0:
+                self._carriers.publish(self)
+            self._observe_next()
         except BaseException:  # else the next step would take half-written weights for the user's
             self._take_groups_back()
             frozen = self._frozen()
             self._write([p for p in self._masters if p not in frozen], Purpose.WEIGHTS)
-            raise
-        if update.switches or number % _LOOK == 0:
+            self._observe_next()
             self._carriers.publish(self)
+            raise
         if number % _LOOK == 0:
             self._carriers.name_clamped(self.param_groups[0])
         follows = self.policy.rules.observes_inputs  # the ranges: after its first steps, too
         if number % _LOOK == 0 or (number == 1 and not follows):
             self._name_runaways()
-        self._observe_next()
         return loss
 
     @left_uncompiled

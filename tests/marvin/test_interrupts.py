@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import marvin
 from fixedpoint_kernels import forward_save
 from fixedpoint_kernels.forward_save import conversion as saving
 from fixedpoint_kernels.forward_save import swap
-from marvin import compact, masters, stored
+from marvin import carriers, compact, masters, quantized, rounder, stored
 from marvin.integer import conversion, fusion
 
 
@@ -161,3 +162,48 @@ def test_an_interrupt_in_a_step_leaves_moments_and_groups(centered):
         assert "square_avg" not in state, line
         before = mean_squares(optimizer)
     assert line > 50
+
+
+def switching():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.5)
+    optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(5, 6, window=2))
+    marvin.quantize_activations(model, optimizer)
+    return model, optimizer
+
+
+def step_on(model, optimizer, seed):
+    torch.manual_seed(seed)
+    x, y = torch.randn(8, 6) * 2**seed, torch.randint(2, (8,))
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step(loss=loss)
+
+
+def test_an_interrupt_in_a_step_that_switches_leaves_the_models_formats_right():
+    files = {module.__file__ for module in (carriers, masters, quantized, rounder)}
+    line, changed = 1, False
+    while True:
+        model, optimizer = switching()
+        for seed in range(3):
+            step_on(model, optimizer, seed)
+        before = optimizer.formats(), optimizer.input_formats()
+        if not interrupted(lambda own=(model, optimizer): step_on(*own, 3), files, line):
+            break
+        resumed = switching()
+        for own, saved in zip(resumed, (model, optimizer), strict=True):
+            own.load_state_dict(copy.deepcopy(saved.state_dict()))
+        changed |= (optimizer.formats(), optimizer.input_formats()) != before
+        for kind, carried in rounder.formats_of(model).items():
+            if carried.weights:
+                weight = f"{kind}.weight"
+                assert carried.weights[0] == optimizer.formats()[weight], line
+                assert carried.inputs == optimizer.input_formats()[weight], line
+        for own in ((model, optimizer), resumed):
+            step_on(*own, 4)
+        torch.testing.assert_close([*resumed[0].parameters()], [*model.parameters()], rtol=0, atol=0)
+        line += 13
+    assert changed
+    assert line > 200
