@@ -1,6 +1,6 @@
 """An optimizer's state as plain values: packing, checking, and what earlier versions saved."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass, replace
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import StateDict
 
 from marvin.compact import SUFFIXES, check_saved
+from marvin.display import listed
 from marvin.policies.base import Policy, fields_of
 from marvin.policies.records import check_plain, restored, restored_value
 from marvin.sgd import SGD
@@ -187,6 +188,7 @@ def checked(
     if saved != kind:
         raise ValueError(f"the state must be of {kind} on masters, got {saved}")
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    _check_keys(state_dict["state"], set(indices))
     states = [state_dict["state"].get(index, {}) for index in indices]
     moments = of_wrapped(state_dict)["state"]
     _check_groups(state_dict["param_groups"], of_wrapped(state_dict)["param_groups"])
@@ -207,6 +209,17 @@ def checked(
         except ValueError as error:
             raise ValueError(f"the state of {parameter} does not fit: {error}") from None
     return states
+
+
+def _check_keys(state: Mapping[object, object], indices: Collection[int]) -> None:
+    """Refuse keys of no parameter: what they have would be left out."""
+    if foreign := [repr(key) for key in state if key not in indices]:
+        raise ValueError(
+            "the keys of the state must be the integers that its groups have for parameters, got "
+            f"{listed(foreign)}: torch.distributed.checkpoint makes such keys, and has written its tensors into "
+            "this optimizer by then; use marvin.save_sharded and marvin.load_sharded, and make a new optimizer or "
+            "load a whole state"
+        )
 
 
 def _check_groups(groups: Sequence[StateDict], wrapped: Sequence[StateDict]) -> None:

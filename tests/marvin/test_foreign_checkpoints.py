@@ -1,5 +1,6 @@
 """Sharded checkpoints that are damaged or foreign: one error that names the folder, no code run."""
 
+import copy
 import os
 import pickle
 import random
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import marvin
+from tests.same import assert_same
 
 
 class Evil:
@@ -25,11 +27,16 @@ def made(width=3):
     return model, marvin.MSGD(model.named_parameters())
 
 
-@pytest.fixture
-def saved(tmp_path):
+def trained():
     model, optimizer = made()
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step(loss=1.0)
+    return model, optimizer
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model, optimizer = trained()
     marvin.save_sharded(tmp_path / "whole", model, optimizer, {"epoch": 3})
     return tmp_path / "whole"
 
@@ -129,3 +136,22 @@ def test_a_checkpoint_that_was_half_overwritten_is_none(saved, monkeypatch):
         marvin.load_sharded(saved, *made())
     marvin.save_sharded(saved, *made(), {"epoch": 4})
     assert marvin.load_sharded(saved, *made()) == {"epoch": 4}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_state_that_torch_loads_in_place_is_refused(tmp_path):
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    model, optimizer = trained()
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
+    with pytest.raises(ValueError, match=r"got '0', '1'.* use marvin\.save_sharded"):
+        dcp.load({"optimizer": trained()[1]}, checkpoint_id=tmp_path)
+
+
+def test_keys_of_text_are_refused_and_change_nothing():
+    (_, optimizer), (_, other) = trained(), trained()
+    state = optimizer.state_dict()
+    state["state"] = {str(key): own for key, own in state["state"].items()}
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ValueError, match="must be the integers that its groups have"):
+        other.load_state_dict(state)
+    assert_same(other.state_dict(), before)
