@@ -1,6 +1,7 @@
 """Models whose modules round by an optimizer's formats: writing them, and asking what came in."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -8,6 +9,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fixedpoint_kernels import FixedPoint
 from fixedpoint_kernels._torch_private import AdaptiveAvgPoolBase, AvgPoolBase, NormBase
+from fixedpoint_kernels.undo import all_or_nothing
 from marvin.activations import FROZEN, Entry, QuantizedActivations
 from marvin.display import listed
 from marvin.hooks import rounders_of
@@ -16,6 +18,7 @@ from marvin.masters import WithMasters, owner_of
 from marvin.model_formats import ModuleFormats
 from marvin.policies.observer import Observer, Sums
 from marvin.policies.records import ActivationFormats
+from marvin.rounder import BUFFER
 from marvin.settings import Settings
 from marvin.warned import warn_user
 
@@ -57,6 +60,33 @@ class Carriers:
     def __init__(self) -> None:
         self.handles: list[QuantizedActivations] = []
         self.observers: dict[int, Observer] = {}
+
+    @contextmanager
+    def all_or_nothing(
+        self,
+        things: Iterable[object],
+        groups: Iterable[Settings] = (),
+        tensors: Iterable[Tensor] = (),
+    ) -> Iterator[None]:
+        """Put this, its models but for their weights, and what is given back if this block raises.
+
+        Args:
+            things: See ``fixedpoint_kernels.undo.all_or_nothing``; modules with the formats that they carry.
+            groups: Parameter groups.
+            tensors: As of ``things``.
+        """
+        entries = [entry for handle in self.handles for entry in handle.entries]
+        objects = [self, *(entry.module for entry in entries), *things]
+        modules = [module for module in objects if isinstance(module, nn.Module)]
+        rounders = [rounder for module in modules for rounder in rounders_of(module)]
+        formats = [
+            own
+            for m in modules
+            if (own := getattr(m, BUFFER, None)) is not None and not own.is_meta
+        ]
+        every = {id(x): x for x in (*objects, *rounders, *(entry.rounder for entry in entries))}
+        with all_or_nothing(every.values(), groups, [*tensors, *formats]):
+            yield
 
     def add(self, handle: QuantizedActivations) -> None:
         """Take a model, and let go of those that were freed."""
@@ -334,7 +364,7 @@ def assign(handle: QuantizedActivations, optimizer: WithMasters) -> None:
             handle.left[name] = (
                 f"{how} computes its {' and '.join(computed)} from rounded parameters; no export takes it"
             )
-    handle.state.waiting |= handle.with_weights() - {*before}
+    handle.state.waiting = handle.state.waiting | (handle.with_weights() - {*before})
 
 
 def _sources(model: nn.Module, optimizer: WithMasters) -> Iterator[Sequence[Tensor]]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from fixedpoint_kernels._torch_private import left_uncompiled
 from fixedpoint_kernels.rounding import Rounding
+from fixedpoint_kernels.undo import all_or_nothing
 from marvin.activations import Entry, QuantizedActivations
 from marvin.carriers import EXCLUDED, FOLLOWERS, OTHERS, assign, decides
 from marvin.hooks import detach, hook, rounders_of
@@ -50,7 +51,8 @@ def quantize_activations(
     saved and loaded with the model, and which ``optimizer`` writes when a format changes. A copy
     of the model keeps the formats that it has, and is tied to nothing. A second call takes the
     place of the first, but for modules whose weight is another optimizer's, which decides: those go on
-    rounding as they did, so a model may have two optimizers, each with a call of its own.
+    rounding as they did, so a model may have two optimizers, each with a call of its own. A call that is
+    refused or interrupted changes nothing.
 
     Args:
         model: Changed by hooks and buffers; ``remove()`` undoes it.
@@ -91,13 +93,14 @@ def quantize_activations(
     if not any(p in optimizer for p in model.parameters()):
         raise ValueError("no module of the model has a parameter of this optimizer")
     others = _of_others(model, optimizer)
-    handle = _attached(model, optimizer.forward_state, include, exclude, others)
-    handle.ste, handle.eval_rounding = ste, eval_rounding
-    assign(handle, optimizer)
-    if not handle.layers() and OTHERS not in handle.left.values():
-        raise ValueError(f"no module that may round is left: {handle.report}")
-    optimizer.carry(handle)
-    return handle
+    with optimizer.carrying(model):
+        handle = _attached(model, optimizer.forward_state, include, exclude, others)
+        handle.ste, handle.eval_rounding = ste, eval_rounding
+        assign(handle, optimizer)
+        if not handle.layers() and OTHERS not in handle.left.values():
+            raise ValueError(f"no module that may round is left: {handle.report}")
+        optimizer.carry(handle)
+        return handle
 
 
 @left_uncompiled
@@ -129,11 +132,12 @@ def prepare(
     """
     check_model(model, "prepare(model)")
     check_uncompiled(model, "prepare(model)")
-    handle = _attached(model, ForwardState(), include, exclude)
-    for entry in handle.entries:
-        own = len(channels_of(entry.module))
-        entry.rounder.write(entry.module, ModuleFormats(weights=(None,) * own))
-    return handle
+    with all_or_nothing(model.modules()):
+        handle = _attached(model, ForwardState(), include, exclude)
+        for entry in handle.entries:
+            own = len(channels_of(entry.module))
+            entry.rounder.write(entry.module, ModuleFormats(weights=(None,) * own))
+        return handle
 
 
 def _of_others(model: nn.Module, optimizer: Quantized) -> set[nn.Module]:

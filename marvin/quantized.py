@@ -20,7 +20,6 @@ from fixedpoint_kernels._torch_private import (
 )
 from fixedpoint_kernels.compact import Sum
 from fixedpoint_kernels.philox import Key
-from fixedpoint_kernels.undo import all_or_nothing
 from marvin import state as states
 from marvin.activations import QuantizedActivations
 from marvin.carriers import Carriers
@@ -55,7 +54,7 @@ from marvin.policies.observer import Inputs, Sums, inputs_of
 from marvin.policies.records import Layer, Step, Update
 from marvin.policies.trace import Switch
 from marvin.ranks import check_not_joining, is_distributed, mean_over_ranks, parallel_models
-from marvin.rounder import BUFFER, ForwardState, Samples
+from marvin.rounder import ForwardState, Samples
 from marvin.settings import (
     OPTIONS,
     Group,
@@ -216,6 +215,12 @@ class Quantized(WithMasters, AskedByScaler):
 
     def _gone(self) -> Collection[Tensor]:
         return self._carriers.gone
+
+    @contextmanager
+    def carrying(self, model: nn.Module) -> Iterator[None]:
+        """Let this block make a model carry formats; put all back if it raises."""
+        with self._carriers.all_or_nothing([self.forward_state, *model.modules()]):
+            yield
 
     def carry(self, handle: QuantizedActivations) -> None:
         """Keep the formats of a model up to date; see ``marvin.quantize_activations``."""
@@ -460,21 +465,12 @@ class Quantized(WithMasters, AskedByScaler):
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """Put this optimizer, the wrapped one and what they have written to models back if this block raises."""
-        rounders = [(e.rounder, e.module) for h in self._carriers.handles for e in h.entries]
-        things = [self, self.optimizer, self.forward_state, self._carriers]
+        things = [self, self.optimizer, self.forward_state]
         groups = [*self.param_groups, *self.optimizer.param_groups]
-        modules = [module for _, module in rounders]
-        formats = [
-            own
-            for m in modules
-            if (own := getattr(m, BUFFER, None)) is not None and not own.is_meta
-        ]
-        tensors = [*locals_of(list(self._layout.names)), *formats]
+        tensors = locals_of(list(self._layout.names))
         owners = self._owners()
         try:
-            with all_or_nothing(
-                [*things, *(rounder for rounder, _ in rounders), *modules], groups, tensors
-            ):
+            with self._carriers.all_or_nothing(things, groups, tensors):
                 yield
         except BaseException:
             self._give_back(owners)

@@ -13,7 +13,8 @@ import marvin
 from fixedpoint_kernels import forward_save
 from fixedpoint_kernels.forward_save import conversion as saving
 from fixedpoint_kernels.forward_save import swap
-from marvin import carriers, compact, masters, quantized, rounder, stored
+from marvin import carriers, compact, hooks, masters, quantized, rounder, stored
+from marvin import conversion as attaching
 from marvin.integer import conversion, fusion
 
 
@@ -33,7 +34,11 @@ def attributes(thing):
 
 def everything(model, optimizer):
     weights = [(p.data_ptr(), p.stride(), p.detach().clone()) for p in model.parameters()]
-    return [attributes(thing) for thing in (*model.modules(), optimizer)], weights
+    state = optimizer.forward_state
+    things = [
+        attributes(thing) for thing in (*model.modules(), optimizer, optimizer._carriers, state)
+    ]
+    return [*things, {*state.waiting}], weights
 
 
 def interrupted(call: Callable[[], object], files: set[str], line: int) -> bool:
@@ -83,9 +88,29 @@ def to_save_no_more(model, optimizer):
     return lambda: forward_save.revert(model)
 
 
+def to_round(model, optimizer):
+    marvin.quantize_activations(model, optimizer).remove()
+    return lambda: marvin.quantize_activations(model, optimizer)
+
+
+def to_round_otherwise(model, optimizer):
+    model(torch.zeros(2, 1, 8, 8))
+    return lambda: marvin.quantize_activations(model, optimizer, exclude="0")
+
+
+def to_prepare(model, optimizer):
+    return lambda: marvin.prepare(model)
+
+
+ROUNDING = attaching, carriers, hooks, quantized, rounder
+
+
 @pytest.mark.parametrize(
     ("prepared", "modules"),
     [
+        (to_round, ROUNDING),
+        (to_round_otherwise, ROUNDING),
+        (to_prepare, ROUNDING),
         (to_convert, (conversion, fusion)),
         (to_revert, (conversion,)),
         (to_store, (stored,)),
@@ -203,7 +228,9 @@ def test_an_interrupt_in_a_step_that_switches_leaves_the_models_formats_right():
                 assert carried.inputs == optimizer.input_formats()[weight], line
         for own in ((model, optimizer), resumed):
             step_on(*own, 4)
-        torch.testing.assert_close([*resumed[0].parameters()], [*model.parameters()], rtol=0, atol=0)
+        torch.testing.assert_close(
+            [*resumed[0].parameters()], [*model.parameters()], rtol=0, atol=0
+        )
         line += 13
     assert changed
     assert line > 200
