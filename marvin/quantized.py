@@ -232,32 +232,43 @@ class Quantized(WithMasters, AskedByScaler):
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters to both optimizers, and quantise them.
 
+        A call that is refused or interrupted changes nothing.
+
         Raises:
             RuntimeError: The wrapped optimizer got other groups of its own.
             TypeError: A parameter is not float32, bfloat16 or float16, or the policy gives no record.
             ValueError: A setting is out of range, or is read from the first group and differs from it.
         """
         self._check_groups(param_group)
-        count = len(self.param_groups)
-        is_new = len(self.optimizer.param_groups) == count
-        if is_new:
-            self.optimizer.add_param_group(param_group)
+        own, wrapped = self.param_groups, self.optimizer.param_groups
+        counts = len(own), len(wrapped)
+        things = [self, self.optimizer, self.forward_state]
+        owners: dict[int, Optimizer] = {}
+        kept: list[tuple[Tensor, Tensor]] = []
         try:
-            self._check_common(param_group)
-            super().add_param_group(param_group)
-            self._check(self.param_groups[-1])
-            self._layout = layout_of(self.param_groups)
-        except (TypeError, ValueError):
-            del self.param_groups[count:]
-            if is_new:
-                self.optimizer.param_groups.pop()
+            with self._carriers.all_or_nothing(things):
+                if len(wrapped) == len(own):
+                    self.optimizer.add_param_group(param_group)
+                self._check_common(param_group)
+                super().add_param_group(param_group)
+                self._check(own[-1])
+                self._layout = layout_of(own)
+                if self._is_made:
+                    new = own[-1]["params"]
+                    waiting = [p for p in self._masters if not is_layer(p)]  # some for a layer
+                    kept = [(x, x.detach().clone()) for x in locals_of([*new, *waiting])]
+                    owners = self._owners()
+                    self._follow(new)
+                    self._claim()
+                    self._carriers.widen(self)
+                    self._begin(new)
+        except BaseException:
+            del own[counts[0] :], wrapped[counts[1] :]
+            self._give_back(owners)
+            with torch.no_grad():
+                for x, value in kept:
+                    x.copy_(value)
             raise
-        if self._is_made:
-            new = self.param_groups[-1]["params"]
-            self._follow(new)
-            self._claim()
-            self._carriers.widen(self)
-            self._begin(new)
 
     def _follow(self, params: Sequence[Tensor]) -> None:
         """Note what the optimizers leave behind that had these parameters until now."""

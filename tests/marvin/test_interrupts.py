@@ -38,7 +38,8 @@ def everything(model, optimizer):
     things = [
         attributes(thing) for thing in (*model.modules(), optimizer, optimizer._carriers, state)
     ]
-    return [*things, {*state.waiting}], weights
+    groups = *optimizer.param_groups, *optimizer.optimizer.param_groups
+    return [*things, {*state.waiting}, [*map(id, groups)]], weights
 
 
 def interrupted(call: Callable[[], object], files: set[str], line: int) -> bool:
@@ -102,6 +103,13 @@ def to_prepare(model, optimizer):
     return lambda: marvin.prepare(model)
 
 
+def to_add(model, optimizer):
+    model.append(nn.Linear(3, 2))
+    marvin.quantize_activations(model, optimizer)
+    new = model[-1]
+    return lambda: optimizer.add_param_group({"params": new.named_parameters(prefix="5")})
+
+
 ROUNDING = attaching, carriers, hooks, quantized, rounder
 
 
@@ -111,6 +119,7 @@ ROUNDING = attaching, carriers, hooks, quantized, rounder
         (to_round, ROUNDING),
         (to_round_otherwise, ROUNDING),
         (to_prepare, ROUNDING),
+        (to_add, (carriers, masters, quantized, rounder)),
         (to_convert, (conversion, fusion)),
         (to_revert, (conversion,)),
         (to_store, (stored,)),
