@@ -19,7 +19,7 @@ from marvin.model_formats import ModuleFormats
 from marvin.policies.observer import Observer, Sums
 from marvin.policies.records import ActivationFormats
 from marvin.rounder import BUFFER
-from marvin.settings import Settings
+from marvin.settings import Group, Settings
 from marvin.warned import warn_user
 
 __all__ = ["EXCLUDED", "FOLLOWERS", "OTHERS", "Carriers", "assign", "decides"]
@@ -65,7 +65,7 @@ class Carriers:
     def all_or_nothing(
         self,
         things: Iterable[object],
-        groups: Iterable[Settings] = (),
+        groups: Iterable[Group] = (),
         tensors: Iterable[Tensor] = (),
     ) -> Iterator[None]:
         """Put this, its models but for their weights, and what is given back if this block raises.
