@@ -1,6 +1,7 @@
 """One call of a trace: what it takes, and what it gives of other tensors."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,11 +99,16 @@ class Call:
         return shape[1:]
 
     def replay(self, values: Sequence[Tensor]) -> Tensor:
-        """Return what the call gives of tensors in place of ``nodes``, which have their batch first."""
+        """Return what the call gives of tensors in place of ``nodes``, which have their batch first.
+
+        It takes copies with the strides of these tensors: PyTorch's functions may differ in the last bit
+        between a part of a tensor and a contiguous copy of it.
+        """
         memory, constants = self.builder.memory, self.builder.observed.constants
         given = {}
         for node, x in zip(self.nodes, values, strict=True):
-            given[node] = x.movedim(0, memory.place(node) if node in memory else 0).clone()
+            place = memory.place(node) if node in memory else 0
+            given[node] = deepcopy(x.detach().movedim(0, place))
 
         def resolved(node: fx.Node) -> Any:
             if node in given:

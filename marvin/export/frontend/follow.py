@@ -9,6 +9,7 @@ are from these. What is left is float32's rounding, which has a bound too.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,7 +138,8 @@ class Follower:
             step = self.steps[self.position]
             y = output if self.rounds else _rounded(output, step.output_fmt)
             self._compare(step, module, self._input, y)
-            self.values[step.result] = y.clone()  # which the model may change
+            # a copy, which the model cannot change, of the same strides: see ``Call.replay``
+            self.values[step.result] = deepcopy(y.detach())
             self._forget()
             return None if self.rounds else y
 

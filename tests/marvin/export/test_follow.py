@@ -479,3 +479,32 @@ def test_the_largest_numbers_of_long_formats_are_those_of_float32():
     x = 500 * torch.randn(16, 4)
     assert (model[:1].eval()(x) > 127).any()
     assert describe(model, x, optimizer.formats()).operations
+
+
+class Gate(nn.Module):
+    """Multiplies half of the channels by a function of the others, which lie between them."""
+
+    def __init__(self, layer, dim, function, *behind):
+        super().__init__()
+        self.layer, self.dim, self.function = layer, dim, function
+        self.same = nn.Identity()
+        self.rest = nn.Sequential(*behind)
+
+    def forward(self, x):
+        p, q = self.layer(x).chunk(2, self.dim)
+        return self.rest(p * self.function(self.same(q)))
+
+
+@pytest.mark.parametrize(
+    "function", [torch.sigmoid, F.silu, F.gelu], ids=["sigmoid", "silu", "gelu"]
+)
+@pytest.mark.parametrize("kind", ["norm", "output", "image"])
+def test_functions_of_parts_are_computed_as_they_lie(kind, function):
+    """PyTorch computes a function of every other row by another kernel, which may differ in the last bit."""
+    torch.manual_seed(0)
+    layer, dim, x = nn.Linear(8, 32), -1, torch.randn(32, 5, 8)
+    if kind == "image":
+        layer, dim, x = nn.Conv2d(3, 8, 3), 1, torch.randn(8, 3, 9, 9)
+    behind = [nn.LayerNorm(16), nn.Linear(16, 3)] if kind == "norm" else []
+    model = marvin.calibrate(Gate(layer, dim, function, *behind), [x])
+    assert "mul" in describe(model, x).values
