@@ -86,7 +86,7 @@ def _weights(op: Weighted, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def _affine(op: Affine, x: Tensor) -> Tensor:
     shape = -1, *[1] * (x.ndim - 2)
-    before, scale, after = (n.to(x).view(shape) for n in op.numbers())
+    before, scale, after = (n.to(x).view(shape) for n in op.numbers)
     return (x + before) * scale + after
 
 

@@ -156,10 +156,12 @@ class Affine(Operation):
             return None
         return b << left, own_fl + left
 
+    @cached_property
     def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``b``, ``scale`` and ``c`` such that this is ``(x + b) * scale + c``, float64.
+        """``b``, ``scale`` and ``c`` such that this is ``(x + b) * scale + c``, float64, shape ``(channels,)``.
 
-        ``c`` is 0 where the offset is a multiple of the scale: then ``x + b`` is as short as can be.
+        ``c`` is 0 where the offset is a multiple of the scale: then ``x + b`` is as short as can be. They are
+        found when the network is made, since no tracer follows how: it depends on values.
         """
         shift = self.shift(-31)
         b, fl = (torch.zeros_like(self.scale), 0) if shift is None else shift

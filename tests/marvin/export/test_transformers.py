@@ -857,6 +857,21 @@ def test_exact_modules_are_the_integers(tmp_path):
         exact_module(long)
 
 
+def test_exact_modules_with_batch_norm_are_traced():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2)
+    model, x = nn.Sequential(*layers).eval(), torch.randn(4, 1, 4, 4)
+    network = describe(marvin.calibrate(model, [x]), x)
+    exact = exact_module(network)
+    made = (
+        torch.export.export(exact, (x,)).module(),
+        torch.jit.trace(exact, (x,)),
+        torch.compile(exact, fullgraph=True, backend="eager"),
+    )
+    for module in made:
+        assert torch.equal(module(2 * x), integer.run(network, 2 * x))
+
+
 def test_exact_modules_refuse_what_the_integers_refuse():
     """Of a table -1 would be the last row; and NaN would be no place in the table of GELU."""
     ids = torch.randint(0, 9, (4, 3))

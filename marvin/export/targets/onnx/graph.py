@@ -238,7 +238,7 @@ class FloatWriter:
         dims = len(self.network.values[op.name].shape)
         value = self.float(op.inputs[0])
         kinds = ("Add", "shift"), ("Mul", "scale"), ("Add", "offset")
-        for (kind, what), x in zip(kinds, op.numbers(), strict=True):
+        for (kind, what), x in zip(kinds, op.numbers, strict=True):
             if kind == "Mul" or x.any():
                 constant = self.number(f"{op.name}.{what}", x.reshape(-1, *[1] * (dims - 1)))
                 value = self.graph.node(kind, [value, constant], f"{op.name}.{what}ed")
