@@ -142,6 +142,38 @@ def test_short_unsigned_words_are_int8(bits, kinds, ranged):
     assert any(not fmt.signed for fmt in network.formats().values())
 
 
+class Padded(nn.Module):
+    """Puts zeros around what lies between two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 3)
+
+    def forward(self, x):
+        return self.second(F.pad(self.first(x), (0, 1, 0, 1)))
+
+
+@pytest.mark.parametrize("bits", [6, 8, 9, 12, 16])
+def test_zeros_are_put_around_codes_of_any_length(bits):
+    torch.manual_seed(0)
+    model, x = Padded(), torch.randn(8, 1, 8, 9)
+    fixed = marvin.calibrate(model, [x], bits=bits, weight_bits=4)
+    assert_equal(describe(fixed, x), 2 * x)
+
+
+@pytest.mark.parametrize("bits", [3, 6, 7, 12])
+def test_words_of_small_numbers_are_bounded(bits):
+    """ONNX Runtime takes bounds that differ by less than 2^-23 for the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+    for layer in model[0], model[2]:
+        layer.bias.data.mul_(1e-7)
+    x = torch.randn(16, 6) * 1e-7
+    network = describe(marvin.calibrate(model, [x], bits=bits, weight_bits=6), x)
+    assert max(fmt.fl for fmt in network.formats().values()) > 23
+    assert_equal(network, 4 * x)
+
+
 def large():
     """Return a layer whose sums are longer than float32."""
     layer = nn.Linear(64, 50)

@@ -1,5 +1,7 @@
 """ONNX with ``QuantizeLinear`` and ``DequantizeLinear`` around float operators, as other runtimes read it."""
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from marvin.export.graph.nodes import MaxPool, Network, Operation, Round, Weighted
@@ -10,6 +12,23 @@ from marvin.export.targets.onnx.int16 import Int16Writer
 __all__ = ["QdqWriter"]
 
 _INT32 = 2**31
+_SMALL = (
+    2.0**-20
+)  # ONNX Runtime 1.31 drops a Clip whose bounds are within 2^-23 of what the codes hold
+
+
+class _Codes(NamedTuple):
+    """Codes in the graph.
+
+    Args:
+        name: Of the codes.
+        step: Names of their scale and zero.
+        kind: Their dtype.
+    """
+
+    name: str
+    step: list[str]
+    kind: Any
 
 
 class QdqWriter(Int16Writer):
@@ -21,9 +40,7 @@ class QdqWriter(Int16Writer):
 
     def __init__(self, network: Network) -> None:
         super().__init__(network)
-        self._codes: dict[
-            str, tuple[str, list[str]]
-        ] = {}  # by the name of the floats, with their scale and zero
+        self._codes: dict[str, _Codes] = {}  # by the name of the floats
 
     def rounded(self, op: Round) -> str:
         """Add bounds where the word is shorter than its container, quantise, and dequantise."""
@@ -31,16 +48,21 @@ class QdqWriter(Int16Writer):
         is_int8 = fmt.min_code >= -128 and fmt.max_code < 128  # TensorRT has no uint8
         kind = np.int8 if is_int8 else container(fmt)
         info = np.iinfo(kind)
-        if (fmt.min_code, fmt.max_code) != (info.min, info.max):
-            bounds = [self.number("bound", bound) for bound in (fmt.min, fmt.max)]
-            source = graph.node("Clip", [source, *bounds], f"{op.name}.clipped")
+        spare = max(fmt.min_code - info.min, info.max - fmt.max_code)
+        if spare:
+            low, high = (self.number("bound", bound) for bound in (fmt.min, fmt.max))
+            if spare * fmt.lsb > _SMALL:
+                source = graph.node("Clip", [source, low, high], f"{op.name}.clipped")
+            else:
+                source = graph.node("Max", [source, low], f"{op.name}.low")
+                source = graph.node("Min", [source, high], f"{op.name}.clipped")
         step = [self.number("scale", fmt.lsb), graph.constant("zero", np.array(0, kind))]
         codes = graph.node("QuantizeLinear", [source, *step], f"{op.name}.codes")
-        return self._dequantized(codes, step, op.name)
+        return self._dequantized(_Codes(codes, step, kind), op.name)
 
-    def _dequantized(self, codes: str, step: list[str], name: str) -> str:
-        result = self.graph.node("DequantizeLinear", [codes, *step], f"{name}.float")
-        self._codes[result] = codes, step
+    def _dequantized(self, codes: _Codes, name: str) -> str:
+        result = self.graph.node("DequantizeLinear", [codes.name, *codes.step], f"{name}.float")
+        self._codes[result] = codes
         return result
 
     def moved(self, op: Operation, source: str, name: str) -> str:
@@ -50,15 +72,20 @@ class QdqWriter(Int16Writer):
         """
         if source not in self._codes:
             return super().moved(op, source, name)
-        codes, step = self._codes[source]
-        return self._dequantized(super().moved(op, codes, name), step, name)
+        codes = self._codes[source]
+        moved = super().moved(op, codes.name, name)
+        return self._dequantized(codes._replace(name=moved), name)
 
     def padded(self, op: Pad, source: str, name: str, *zero: str) -> str:
-        """Add zeros around values, or around their codes where there are any; see ``moved``."""
-        if source not in self._codes:
+        """Add zeros around values, or around their bytes where there are any; see ``moved``.
+
+        ONNX Runtime pads no codes of 16 bits.
+        """
+        codes = self._codes.get(source)
+        if codes is None or np.dtype(codes.kind).itemsize > 1:
             return super().padded(op, source, name, *zero)
-        codes, step = self._codes[source]
-        return self._dequantized(super().padded(op, codes, name), step, name)
+        padded = super().padded(op, codes.name, name)
+        return self._dequantized(codes._replace(name=padded), name)
 
     def max_pool(self, op: MaxPool) -> str:
         """Add max pooling; of codes, with the nodes of its format behind, too, as runtimes expect it.
@@ -68,9 +95,9 @@ class QdqWriter(Int16Writer):
         source, result = self.float(op.inputs[0]), super().max_pool(op)
         if source not in self._codes:
             return result
-        _, step = self._codes[source]
-        codes = self.graph.node("QuantizeLinear", [result, *step], f"{op.name}.codes")
-        return self._dequantized(codes, step, op.name)
+        codes = self._codes[source]
+        name = self.graph.node("QuantizeLinear", [result, *codes.step], f"{op.name}.codes")
+        return self._dequantized(codes._replace(name=name), op.name)
 
     def bias(self, op: Weighted) -> list[str]:
         """Store codes at the binary point of the products, in int32; a bias that is finer has none there."""
