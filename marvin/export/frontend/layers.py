@@ -225,14 +225,19 @@ def _max_pool(
 
 
 def _check_ceil(module: str, sides: Sequence[int], window: Sequence[Pair]) -> None:
-    """Refuse ``ceil_mode`` where it adds a window."""
+    """Refuse ``ceil_mode`` where it adds a window.
+
+    As PyTorch does, it adds none that would begin behind the side and the zeros before it.
+    """
     for side, kernel, stride, padding, dilation in zip(sides, *window, strict=True):
-        rest = (side + 2 * padding - dilation * (kernel - 1) - 1) % stride
-        if rest:
+        last = side + 2 * padding - dilation * (kernel - 1) - 1  # where a window can begin at most
+        rest = last % stride
+        if rest and last - rest + stride < side + padding:
+            fitting = [side - rest] if rest <= min(last, side - 1) else []
+            fitting.append(side + stride - rest)
             raise ExportError(
                 f"{module}: ceil_mode must add no window, got one of {kernel} with stride {stride} on a "
-                f"side of {side}: use sides of {side - rest} or {side + stride - rest}, or "
-                "ceil_mode=False"
+                f"side of {side}: use sides of {' or '.join(map(str, fitting))}, or ceil_mode=False"
             )
 
 

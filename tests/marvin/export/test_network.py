@@ -204,6 +204,34 @@ class Call(nn.Module):
         return self.function(self, self.conv(x))
 
 
+@pytest.mark.parametrize(
+    "pool",
+    [
+        nn.MaxPool2d(2, 3, ceil_mode=True),
+        nn.MaxPool2d(1, 3, ceil_mode=True),
+        nn.MaxPool2d(3, 4, 1, ceil_mode=True),
+        nn.AvgPool2d(2, 3, ceil_mode=True),
+    ],
+    ids=str,
+)
+def test_ceil_mode_may_leave_out_its_window(pool):
+    """Each would begin behind a side of 9."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 2, 1, bias=False), pool, nn.Flatten(), nn.Linear(18, 2, bias=False)
+    model, x = nn.Sequential(*layers).eval(), torch.randn(4, 1, 9, 9)
+    fixed = marvin.calibrate(model, [x])
+    want = outputs(fixed, x).double()
+    torch.testing.assert_close(integer.run(describe(fixed, x), x), want, rtol=0, atol=0)
+
+
+def test_sides_without_a_window_of_ceil_mode_are_named():
+    layers = nn.Conv2d(1, 2, 1), nn.MaxPool2d(3, ceil_mode=True)
+    x = torch.randn(4, 1, 1, 1)
+    fixed = marvin.calibrate(nn.Sequential(*layers), [x])
+    with pytest.raises(ExportError, match=r"on a side of 1: use sides of 3, or ceil_mode=False"):
+        describe(fixed, x)
+
+
 class Bare(nn.Module):
     """Calls one function on the output of a layer, perhaps another on its input; has nothing else."""
 
