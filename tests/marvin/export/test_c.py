@@ -394,20 +394,35 @@ def test_every_compiler_has_its_sizes(tool, digits, tmp_path, monkeypatch):
     _, network, _ = digits()
     source = c.write(network)
     c.save(network, tmp_path / "network.c")
-    wanted = compiler.section_bytes("gcc", tmp_path / "network.c") - source.tables_bytes
+    code, constants = compiler.section_bytes("gcc", tmp_path / "network.c")
+    assert code > 0
+    assert constants >= source.tables_bytes
     if tool.startswith("versioned"):  # of a cross compiler, whose tools have its prefix
         (tmp_path / tool).symlink_to(shutil.which("gcc"))
-        (tmp_path / "versioned-size").write_text("#!/bin/sh\necho text\necho 1000000 0 0\n")
+        (tmp_path / "versioned-size").write_text("#!/bin/sh\necho .text 1000000 0\n")
         (tmp_path / "versioned-size").chmod(0o755)
-        tool, wanted = f"{tmp_path / tool} -g", 1000000 - source.tables_bytes
+        tool, code, constants = f"{tmp_path / tool} -g", 1000000, 0
     if not shutil.which(tool.split()[0]):
         pytest.skip(f"{tool} is not installed")
     monkeypatch.setenv("CC", tool)
     monkeypatch.setattr(compiler, "_ARM", "no-such-compiler")
     (tmp_path / "network.o").write_text("mine")
     text = report(network, source, tmp_path / "network.c")[0]
-    assert text.endswith(f", {wanted:,} of code ({tool}, -Os)")
+    assert text.endswith(f"; {code:,} of code and {constants:,} of constants ({tool}, -Os)")
     assert (tmp_path / "network.o").read_text() == "mine"
+
+
+@needs_gcc
+def test_tables_that_a_compiler_leaves_out_are_no_code(tmp_path):
+    numbers = ", ".join(map(str, range(1000)))
+    used = "static const int used[2] = {5, 7};\nint second(int i) { return used[i & 1]; }\n"
+    text = (
+        f"static const int table[1000] = {{{numbers}}};\nint first(void) {{ return table[3]; }}\n"
+    )
+    (tmp_path / "network.c").write_text(text + used)
+    code, constants = compiler.section_bytes("gcc", tmp_path / "network.c")
+    assert 0 < code < 200
+    assert constants == 8
 
 
 @needs_gcc

@@ -44,6 +44,8 @@ __attribute__((section(".vectors"), used)) static const struct {
 STRICT = ("-std=c99", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror")
 # what stands before the name of a compiler stands before that of its tools, too; a version does not
 _COMPILER = re.compile(r"(.*-)?(?:gcc|clang|cc|c99)(?:-[\d.]+)?(?:\.exe)?")
+# names of ELF, and of Mach-O, in what `size -A` prints
+_SECTION = re.compile(r"^[._]*(text\b|rodata\b|const\b|literal)\S*\s+(\d+)", re.MULTILINE)
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
@@ -136,8 +138,10 @@ def small(source: Path) -> str:
     return f"-D{source.stem.upper()}_SMALL"
 
 
-def section_bytes(compiler: str, source: Path) -> int:
-    """Return the bytes of code and constants that a compiler makes for little memory, without ``main``.
+def section_bytes(compiler: str, source: Path) -> tuple[int, int]:
+    """Return the bytes of code, and of constants, that a compiler makes for little memory, without ``main``.
+
+    Of constants these may be fewer than the file has: a compiler leaves out what it finds to be of no effect.
 
     Raises:
         ExportError: It does not compile, or no ``size`` reads what was compiled; says why.
@@ -149,11 +153,15 @@ def section_bytes(compiler: str, source: Path) -> int:
         reasons = []
         for tool in _size_tools(compiler):
             try:
-                return int(_said([*tool.split(), target]).splitlines()[1].split()[0])
+                table = _said([*tool.split(), "-A", target])
             except ExportError as error:
                 reasons.append(str(error))
-            except (IndexError, ValueError):
-                reasons.append(f"{tool} must print a table of sizes")
+                continue
+            found = [(name, int(size)) for name, size in _SECTION.findall(table)]
+            code = [size for name, size in found if name.startswith("text")]
+            if code:
+                return sum(code), sum(size for _, size in found) - sum(code)
+            reasons.append(f"{tool} must print a table of sizes")
     raise ExportError(f"{'; '.join(reasons)}: install binutils, or set SIZE")
 
 

@@ -38,13 +38,13 @@ def report(network: Network, source: Source, path: Path) -> list[str]:
         source: From ``write``.
         path: Of the C file.
     """
-    tables, memory = source.tables_bytes, source.memory
-    lines = [f"flash: {tables:,} bytes of weights and constants"]
+    memory = source.memory
+    lines = [f"flash: {source.tables_bytes:,} bytes of weights and constants as written"]
     for compiler, what in ((CORTEX_M4, "Cortex-M4"), *((c, c) for c in compilers()[:1])):
         if compiler != CORTEX_M4 or cortex_m4():
             try:
-                code = section_bytes(compiler, path) - tables
-                lines[0] += f", {code:,} of code ({what}, -Os)"
+                code, constants = section_bytes(compiler, path)
+                lines[0] += f"; {code:,} of code and {constants:,} of constants ({what}, -Os)"
             except ExportError as error:  # what is not known of a file is no reason to have none
                 lines[0] += f"; bytes of code ({what}, -Os) are not known: {error}"
     lines.append(
