@@ -1,6 +1,6 @@
 """ONNX with ``QuantizeLinear`` and ``DequantizeLinear`` around float operators, as other runtimes read it."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,12 +23,12 @@ class _Codes(NamedTuple):
     Args:
         name: Of the codes.
         step: Names of their scale and zero.
-        kind: Their dtype.
+        is_long: Whether they have 16 bits.
     """
 
     name: str
     step: list[str]
-    kind: Any
+    is_long: bool
 
 
 class QdqWriter(Int16Writer):
@@ -58,7 +58,7 @@ class QdqWriter(Int16Writer):
                 source = graph.node("Min", [source, high], f"{op.name}.clipped")
         step = [self.number("scale", fmt.lsb), graph.constant("zero", np.array(0, kind))]
         codes = graph.node("QuantizeLinear", [source, *step], f"{op.name}.codes")
-        return self._dequantized(_Codes(codes, step, kind), op.name)
+        return self._dequantized(_Codes(codes, step, info.bits == 16), op.name)
 
     def _dequantized(self, codes: _Codes, name: str) -> str:
         result = self.graph.node("DequantizeLinear", [codes.name, *codes.step], f"{name}.float")
@@ -82,7 +82,7 @@ class QdqWriter(Int16Writer):
         ONNX Runtime pads no codes of 16 bits.
         """
         codes = self._codes.get(source)
-        if codes is None or np.dtype(codes.kind).itemsize > 1:
+        if codes is None or codes.is_long:
             return super().padded(op, source, name, *zero)
         padded = super().padded(op, codes.name, name)
         return self._dequantized(codes._replace(name=padded), name)
