@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-__all__ = ["is_dense", "laid", "memory_order", "orders_of"]
+__all__ = ["is_dense", "laid", "lies_last", "memory_order", "orders_of"]
 
 
 def memory_order(x: Tensor) -> tuple[int, ...] | None:
@@ -32,6 +32,23 @@ def laid(x: Tensor, order: tuple[int, ...] | None) -> Tensor:
 def is_dense(x: Tensor) -> bool:
     """Say whether ``x`` lies in memory without gaps, in whatever order of its dimensions."""
     return x.is_contiguous() or _order(x.shape, x.stride()) is not None
+
+
+def lies_last(x: Tensor) -> bool:
+    """Say whether PyTorch takes maps for ``channels_last``: whether their strides are in that order.
+
+    One channel, or one place, lies in both formats; what PyTorch makes of such maps lies as their strides say.
+
+    Args:
+        x: (samples, channels, height, width).
+    """
+    least = 0
+    for dim in (1, 3, 2, 0):
+        step, size = x.stride(dim), x.shape[dim]
+        if not size or not step or step < least or (dim == 0 and least == x.stride(1)):
+            return False
+        least = step * size
+    return True
 
 
 def orders_of(xs: Sequence[Tensor]) -> list[tuple[int, ...] | None]:

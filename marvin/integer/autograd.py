@@ -16,6 +16,7 @@ from fixedpoint_kernels._torch_private import left_uncompiled
 from fixedpoint_kernels.once import once_differentiable
 from fixedpoint_kernels.products.reference import powers_of_two
 from fixedpoint_kernels.products.shapes import NOT_FINITE
+from fixedpoint_kernels.strides import lies_last
 from marvin.freezing import nearest_codes
 from marvin.integer.formats import Options, Product
 
@@ -98,7 +99,7 @@ class _Multiply(torch.autograd.Function):
         codes, own = _codes(x, layer.product.inputs), _codes_of_weight(weight, layer.product)
         ctx.save_for_backward(codes, own)
         ctx.layer, ctx.dtypes = layer, [getattr(t, "dtype", None) for t in (x, weight, bias)]
-        return _forward(codes, own, bias, layer, dtype)
+        return _forward(codes, own, bias, layer, dtype).data  # no view: it may be changed in place
 
     @staticmethod
     @left_uncompiled
@@ -129,7 +130,7 @@ def _forward(
         exponents = -fl - _integers(product.shifts, x) if product.shifts else -fl
         run = products.linear if product.window is None else products.convolve
         y = run(x, weight, exponents=exponents, dtype=kind, **_window(product))
-        y = lies_as(y, x)
+        y = y if product.window is None else lies_as(y, x)
     y = y.to(dtype)
     if bias is None:
         return y
@@ -165,11 +166,20 @@ def _by_digits(x: Tensor, weight: Tensor, product: Product) -> Tensor:
 def lies_as(y: Tensor, x: Tensor) -> Tensor:
     """Return ``y``, which kernels write channels last, as a convolution of ``x`` would lie.
 
-    A model may take a ``view`` of it.
+    A model may take a ``view`` of it, or of what later layers return: they go by strides, where one channel or
+    one place lies in both formats.
+
+    Args:
+        y: (samples, channels, height, width), or without height.
+        x: So too; or (samples, features), of which there is nothing to lay.
     """
-    form = torch.channels_last
-    is_last = x.dim() == 4 and x.is_contiguous(memory_format=form) and not x.is_contiguous()
-    return y if is_last else y.contiguous()
+    if y.dim() == 2:
+        return y
+    is_last = x.dim() == 4 and lies_last(x)
+    form = torch.channels_last if is_last else torch.contiguous_format
+    y = y.contiguous(memory_format=form)  # itself, where it lies in both
+    maps = y.unsqueeze(2) if y.dim() == 3 else y
+    return y if lies_last(maps) == is_last else y.clone(memory_format=form)
 
 
 class _Gradients:

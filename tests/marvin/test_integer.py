@@ -357,6 +357,76 @@ def test_results_lie_as_those_of_torch(form, fused):
     same(marvin.freeze(model)(x), model.eval()(x))
 
 
+def trained(model, x, fused=True, steps=2):
+    """Return a converted copy of a model after some steps on ``x``."""
+    model = copy.deepcopy(model)
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.01)
+    optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(8))
+    marvin.quantize_activations(model, optimizer)
+    marvin.integer.convert(model, fused=fused)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss)
+    return model
+
+
+ONE = {  # channel, or place
+    "one channel": (lambda: nn.Sequential(nn.Conv2d(3, 1, 3, bias=False)), (4, 3, 8, 8)),
+    "one channel in": (lambda: nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU()), (4, 1, 8, 8)),
+    "one channel in and out": (lambda: nn.Sequential(nn.Conv2d(1, 1, 3)), (4, 1, 8, 8)),
+    "one place": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 6)), (4, 3, 8, 8)),
+    "one place in": (lambda: nn.Sequential(nn.Conv2d(16, 8, 1), nn.ReLU()), (4, 16, 1, 1)),
+    "a mean": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1)), (4, 3, 8, 8)),
+    "a patch": (lambda: nn.Sequential(nn.Conv2d(3, 16, 8)), (4, 3, 8, 8)),
+    "one long channel": (lambda: nn.Sequential(nn.Conv1d(3, 1, 3, bias=False)), (4, 3, 8)),
+    "one place of a length": (lambda: nn.Sequential(nn.Conv1d(3, 8, 8)), (4, 3, 8)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("kind", ONE)
+def test_maps_of_one_channel_or_place_lie_as_those_of_torch(kind, form, fused):
+    """They lie in both formats, and the layers behind them go by strides."""
+    make, shape = ONE[kind]
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    if len(shape) == 4:
+        x = x.clone(memory_format=form)
+    stock = make()
+    wanted, model = stock(x).stride(), trained(stock, x, fused)
+    frozen = marvin.freeze(model)
+    assert model(x).stride() == wanted
+    assert frozen(x).stride() == wanted
+    with torch.no_grad():
+        assert model.eval()(x).stride() == wanted
+    if form is torch.contiguous_format:  # rounding in a trace keeps one channel no other way
+        assert torch.jit.trace(frozen, x)(x).stride() == wanted
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (lambda: nn.Linear(6, 10, bias=False), (4, 6)),
+        (lambda: nn.Linear(6, 10, bias=False), (4, 5, 6)),
+        (lambda: nn.Conv1d(6, 4, 3, bias=False), (4, 6, 8)),
+        (lambda: nn.Conv1d(6, 1, 3, bias=False), (4, 6, 8)),
+        (lambda: nn.Conv2d(6, 4, 3, bias=False), (4, 6, 8, 8)),
+    ],
+)
+def test_what_a_layer_returns_may_be_changed_in_place(layer, shape, fused):
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    model = trained(nn.Sequential(layer(), nn.Dropout(0.0, inplace=True)), x, fused)
+    y = model[0](x)
+    y += 1
+    y.sum().backward()
+    assert model[0].weight.grad.any()
+
+
 def test_formats_may_switch_while_training():
     """What becomes longer than 8 bits is computed in float, and comes back."""
     model, optimizer = make("static")
