@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import products
+from fixedpoint_kernels.fused.graph import INPUT
 from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from marvin.integer.autograd import lies_as
@@ -78,7 +80,7 @@ class InferenceRun(ChainRun):
         """Return what leaves the chain."""
         from fixedpoint_kernels.fused import inference
 
-        if not self._takes(x):
+        if not self._takes(x) or not self._is_normalised_alike(x):
             return self._plain(x)
         for rounder in self.rounders:
             rounder.state.waiting.discard(rounder.name)
@@ -87,6 +89,12 @@ class InferenceRun(ChainRun):
         if outputs is None:
             return self._plain(x)
         return tuple(lies_as(y, x) for y in outputs)
+
+    def _is_normalised_alike(self, x: Tensor) -> bool:
+        """Say whether batch norm has the bits of a dense tensor; of a transposed one PyTorch rounds otherwise."""
+        if not any(own.source == INPUT and not own.name for own in self.chain.layers):
+            return True
+        return x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
 
     def _gathered(self) -> _Given:
         weights, norms, stamp = [], [], None

@@ -298,6 +298,40 @@ def test_all_threads_lay_out_the_weights_of_one_image(runs, monkeypatch):
     assert packed == [(True, 3)]
 
 
+class NormFirst(nn.Module):
+    """Begins with batch norm, which it also returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.a = nn.BatchNorm2d(3), nn.Conv2d(3, 8, 3, padding=1)
+        self.b = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        y = F.relu(self.norm(x))
+        return torch.cat([y, self.b(F.relu(self.a(y)))], 1).flatten(1)
+
+
+VIEWS = {
+    "turned": (lambda x: x.transpose(2, 3), 0),
+    "cut": (lambda x: x[:, :, ::2, 1:], 0),
+    "repeated": (lambda x: x[:, :, :1].expand_as(x), 0),
+    "as it lies": (lambda x: x, 1),
+    "channels last": (lambda x: x.contiguous(memory_format=torch.channels_last), 1),
+}
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_batch_norm_of_a_view_has_the_bits_of_its_layer(kind, runs):
+    """PyTorch has another kernel for what does not lie densely, which rounds otherwise."""
+    view, count = VIEWS[kind]
+    model, _ = trained(NormFirst())
+    x = view(batch(3)[0])
+    with torch.no_grad():
+        assert torch.equal(model(x), unfused(model)(x))
+    assert runs == {"fused": count, "left": 0}
+    assert all(row.is_exact for row in report(model).rows)
+
+
 @pytest.mark.parametrize("count", [1, 19])
 @pytest.mark.parametrize("act", [nn.SiLU, nn.GELU, nn.Hardswish, nn.ReLU])
 def test_curves_means_and_gates_are_as_they_are_defined(act, count, runs, monkeypatch, guards):
