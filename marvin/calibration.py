@@ -4,16 +4,18 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from numbers import Integral
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import TorchFunctionMode
 
 from fixedpoint_kernels import FixedPoint
-from fixedpoint_kernels._torch_private import left_uncompiled
+from fixedpoint_kernels._torch_private import left_uncompiled, storage_key, tree_leaves
 from marvin.attention import spell_attention
 from marvin.channels import ChannelFormat
 from marvin.conversion import argument_names, prepare
@@ -44,7 +46,7 @@ __all__ = [
 ]
 
 Estimator = Literal["noise", "max", "percentile"]
-_PERCENTILE = 0.9999
+_ONE_IN = 10_000  # values that may saturate, of the percentile
 _KEPT = 2**15  # values of a batch that are looked at, spread evenly; all extremes are
 _MOST_KEPT = 2**19  # of all batches
 _FINER = 8  # bits by which a format may be finer than the one in which nothing saturates
@@ -55,6 +57,20 @@ _SHORT = 8  # bits of words whose exact sums, times batch norm's scale, every ta
 _OF_FLOATS = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
 _OF_INDICES = nn.Embedding, nn.EmbeddingBag
 _TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+_PRODUCTS = {
+    "matmul",
+    "rmatmul",
+    "mm",
+    "bmm",
+    "mv",
+    "addmm",
+    "baddbmm",
+    "addmv",
+    "einsum",
+    "tensordot",
+    "linear",
+}
+_PRODUCTS |= {f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)}
 _LAYERS = *_OF_FLOATS, *_OF_INDICES, *_TRANSPOSED
 
 Batches = Iterable[Tensor | tuple[Tensor, ...] | list[Tensor]]
@@ -98,7 +114,7 @@ def calibrate(
             Default: 8, or that of the formats the model carries.
         weight_bits: Word length of weights. Default: ``bits``. A model that carries formats keeps its own.
         estimator: How a fractional length is found. ``"max"``: nothing saturates. ``"percentile"``: one
-            value in 10,000 may. ``"noise"``: the mean square of what rounding and saturation change is
+            value in 10,000 may, so none of fewer. ``"noise"``: the mean square of what rounding and saturation change is
             the least.
         per_channel: Weights have a fractional length for each entry of their first dimension: an output
             channel of linear layers and convolutions, an input channel of transposed convolutions.
@@ -121,17 +137,27 @@ def calibrate(
     if estimator not in get_args(Estimator):
         raise ValueError(f"estimator must be one of {get_args(Estimator)}, got {estimator!r}")
     for name, wl in (("bits", bits), ("weight_bits", weight_bits)):
-        if wl is not None and not (isinstance(wl, int) and 2 <= wl <= 32):
+        if wl is not None and not (isinstance(wl, Integral) and 2 <= wl <= 32):
             raise ValueError(f"{name} must be a whole number, 2 to 32, got {wl!r}")
-    found = thaw(copy.deepcopy(model).eval())
+    found = thaw(_copy(model).eval())
     carried = {m: r.formats(m) for m in found.modules() for r in rounders_of(m)}
     if not any(formats.rounds or any(formats.weights) for formats in carried.values()):
         found = spell_attention(found)
         prepare(found)
-        _fix(found, batches, (bits or 8, weight_bits or bits or 8), (estimator, per_channel))
+        lengths = int(bits or 8), int(weight_bits or bits or 8)
+        _fix(found, batches, lengths, (estimator, per_channel))
     else:
-        _fix_again(carried, found, batches, bits, estimator)
+        _fix_again(carried, found, batches, bits and int(bits), estimator)
     return found
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """Return a copy of a model; weights that hooks have computed are refused by name: torch copies none of them."""
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError:
+        _check_weights(model)
+        raise
 
 
 def layer_formats(
@@ -168,12 +194,17 @@ def layer_formats(
 def _input_of(batch: object) -> Tensor:
     """Return what the model takes of a batch."""
     first = batch[0] if isinstance(batch, tuple | list) and batch else batch
-    if not isinstance(first, Tensor):
-        raise TypeError(
-            "a batch must be a tensor, or a tuple or list that begins with one, got "
-            f"{type(first).__name__}: of mappings, write (batch[key] for batch in loader)"
-        )
-    return first
+    if isinstance(first, Tensor):
+        return first
+    instead = ""
+    if isinstance(first, Mapping):
+        instead = ": of mappings, write (batch[key] for batch in loader)"
+    elif hasattr(first, "__array__"):
+        instead = ": write (torch.as_tensor(batch) for batch in loader)"
+    raise TypeError(
+        "a batch must be a tensor, or a tuple or list that begins with one, got "
+        f"{type(first).__name__}{instead}"
+    )
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -205,15 +236,44 @@ def _check_weights(model: nn.Module) -> None:
             )
 
 
-def _warn_of_floats(model: nn.Module, rounded: Collection[nn.Module]) -> None:
-    """Name weights that stay in floats."""
-    layers, unmet, own = set(layers_of(model)), list[str](), list[str]()
-    for name, module in model.named_modules():
-        if module in layers and module not in rounded:
-            unmet.append(name)
-        if module not in layers and any(module.children()):  # such as positions: these are added
-            mine = module.named_parameters(name, recurse=False)
-            own += [n for n, p in mine if is_layer(p) and n.endswith("weight")]
+class _Multiplied(TorchFunctionMode):
+    """Sees by which matrices of modules of one's own a model multiplies.
+
+    Args:
+        model: Its layers' weights are no such matrices.
+
+    Attributes:
+        names: Of matrices that were multiplied with something, or are called weights; not of positions, say, which
+            are added.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        layers = set(layers_of(model))
+        own = [(n, m) for n, m in model.named_modules() if m not in layers and any(m.children())]
+        found = [pair for n, m in own for pair in m.named_parameters(n, recurse=False)]
+        self._names = {storage_key(p): n for n, p in found if is_layer(p)}
+        self.names = [n for n in self._names.values() if n.endswith("weight")]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._names and getattr(func, "__name__", "").strip("_") in _PRODUCTS:
+            operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            found = (self._names.get(storage_key(x)) for x in operands)
+            self.names += [n for n in found if n is not None and n not in self.names]
+        return func(*args, **kwargs)
+
+
+def _warn_of_floats(model: nn.Module, rounded: Collection[nn.Module], own: Sequence[str]) -> None:
+    """Name weights that stay in floats.
+
+    Args:
+        model: Was calibrated.
+        rounded: Layers whose weights are rounded.
+        own: Names of matrices of other modules that are multiplied.
+    """
+    layers = set(layers_of(model))
+    unmet = [n for n, m in model.named_modules() if m in layers and m not in rounded]
     what, rest = "calibration leaves in floats", "their weights and what they take are not rounded"
     if unmet:
         warnings.warn(f"{what} {listed(unmet)}: no floats came there; {rest}", stacklevel=2)
@@ -236,13 +296,14 @@ def _fix(
         lengths: Of words of inputs and of weights.
         how: The estimator, and whether weights have formats by channel.
     """
-    found = layer_formats(model, batches, lengths[0], how[0])
+    with _Multiplied(model) as multiplied:
+        found = layer_formats(model, batches, lengths[0], how[0])
     rounded = [m for m in layers_of(model) if m in found or isinstance(m, _OF_INDICES)]
     for module in rounded:
         formats = found.get(module, ModuleFormats())
         weights = _round_weights(module, lengths[1], how)
         rounders_of(module)[0].write(module, replace(formats, weights=weights))
-    _warn_of_floats(model, rounded)
+    _warn_of_floats(model, rounded, multiplied.names)
 
 
 def _fix_again(
@@ -349,7 +410,7 @@ def best_format(x: Tensor, wl: int, estimator: Estimator, *, signed: bool = True
     ends = x.min(), x.max()
     if estimator == "percentile":
         size = x.abs().sort().values
-        most = size[int((len(size) - 1) * _PERCENTILE)]
+        most = size[-1 - len(size) // _ONE_IN]
         ends = ends[0].clamp(min=-most), ends[1].clamp(max=most)
     widest = fitting(float(ends[0]), float(ends[1]), wl, signed)
     if estimator != "noise":

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
+from torch.utils import data
 
 from fixedpoint_kernels._torch_private import step_hooks_of, uncompiled
 
@@ -271,7 +272,7 @@ def check_batches(batches: object, call: str) -> None:
     """Refuse one batch where several are asked for: its samples would pass for batches.
 
     Raises:
-        TypeError: It is a tensor, or nothing that can be gone through.
+        TypeError: It is a tensor, a data set, or nothing that can be gone through.
     """
     if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
         raise TypeError(
@@ -282,6 +283,11 @@ def check_batches(batches: object, call: str) -> None:
         raise TypeError(
             f"batches must be a loader or a list of batches, got one tensor of shape {shape}: "
             f"write {call}"
+        )
+    if isinstance(batches, data.Dataset) and not isinstance(batches, data.IterableDataset):
+        raise TypeError(
+            f"batches must be a loader or a list of batches, got {type(batches).__name__}, which has samples: write "
+            "torch.utils.data.DataLoader(dataset, batch_size=32), or batch_size=None where these are batches"
         )
 
 

@@ -276,7 +276,10 @@ def _question(
         layers = {name: pair for name, pair in every.items() if pair[1].bases}
     if not (layers or blocks or away or is_compiled):
         what = "to offload" if OFFLOAD in choices else "to run again"
-        raise ValueError(f"the model must have a block {what}: a module with layers inside")
+        raise ValueError(
+            f"the model must have a block {what}, a module with layers inside, got {type(model).__name__} without one: "
+            "put layers into an nn.Sequential, or write choices=('few_bit', 'division')"
+        )
     return Question(model, inputs, settings, layers, blocks, loss, away)
 
 

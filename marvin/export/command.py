@@ -26,7 +26,14 @@ __all__ = ["export", "one_line", "options"]
 
 
 def options(given: argparse.Namespace) -> Options:
-    """Return how a model becomes a network, as the command line says."""
+    """Return how a model becomes a network, as the command line says.
+
+    Raises:
+        ValueError: One folder is to take several targets.
+    """
+    targets = list(dict.fromkeys(given.to))
+    if given.out is not None and len(targets) > 1:
+        raise ValueError(f"--out must be of one target, got {len(targets)}: {', '.join(targets)}")
     return Options(given.wl, given.scale_wl, given.sums_wl, given.recalibrate, given.estimator)
 
 
@@ -56,7 +63,7 @@ def export(given: argparse.Namespace, trained: Trained, deployed: Deployed, fold
     Raises:
         ExportError: A target cannot have the network, or what was written computes something
             else; targets before it are written.
-        ValueError: The folder to write to is none of an export, or one for several targets.
+        ValueError: The folder to write to is none of an export.
     """
     if given.samples:
         trained = dataclasses.replace(trained, samples=trained.samples[: given.samples])
@@ -72,12 +79,9 @@ def export(given: argparse.Namespace, trained: Trained, deployed: Deployed, fold
         *proof_lines(trained, deployed, rows, reference),
     ]
     _say(*lines)
-    targets = list(dict.fromkeys(given.to))
-    if given.out is not None and len(targets) > 1:
-        raise ValueError(f"--out must be of one target, got {len(targets)}: {', '.join(targets)}")
     if given.out is None and folder.is_symlink():
         raise ValueError(f"{folder} must be a folder, got a link: choose one with --out")
-    for target in targets:
+    for target in dict.fromkeys(given.to):
         out = given.out or folder / target
         _tell(trained, out, _write(given, target, trained, deployed, (out, rows, reference)))
 

@@ -32,11 +32,12 @@ def export(given: argparse.Namespace, prog: str) -> None:
         prog: The command.
     """
     with command.one_line(prog):
+        options = command.options(given)
         model = load_frozen(given.model, given.allow)
         has_indices = any(isinstance(module, nn.Embedding) for module in model.modules())
         samples, labels, notes = _samples(given, has_indices)
         _check_taken(model, samples[:1])
-        deployed, note = _deployed(model, samples, command.options(given))
+        deployed, note = _deployed(model, samples, options)
         title = f"{type(model).__name__}, frozen"
         facts = given.model, title, model, samples, labels, "samples", (note, *notes)
         folder = given.model.with_name(f"{given.model.stem}-export")
@@ -66,7 +67,11 @@ def _samples(
     is_known = samples.is_floating_point() or (has_indices and samples.dtype is not torch.bool)
     if not is_known or samples.ndim < 2 or not len(samples):
         got = f"{samples.dtype} of shape {tuple(samples.shape)}"
-        raise ExportError(f"{given.inputs} must hold samples as the model takes them, got {got}")
+        instead = ": write array.astype('float32'), scaled as in training"
+        raise ExportError(
+            f"{given.inputs} must hold samples as the model takes them, got {got}"
+            + ("" if samples.is_floating_point() or has_indices else instead)
+        )
     samples = samples.float() if samples.is_floating_point() else samples.long()
     if given.labels is None:
         return samples, None, ()

@@ -5,14 +5,15 @@ import math
 import pickle
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 import marvin
 from fixedpoint_kernels import FixedPoint, quantize
-from marvin.calibration import _Values
+from marvin.calibration import _Values, best_format
 from marvin.channels import ChannelFormat
 from marvin.export import describe, integer
 from marvin.hooks import detach, rounders_of
@@ -69,6 +70,34 @@ def test_each_estimator_does_what_it_says(estimator, bits):
                 f.fl: (quantize(x, f, rounding="nearest") - x).square().sum() for f in candidates
             }
             assert fmt.fl == min(noise, key=noise.__getitem__)
+
+
+@pytest.mark.parametrize(("count", "clamped"), [(10, 0), (9_999, 0), (10_000, 1), (25_000, 2)])
+def test_of_the_percentile_one_value_in_10_000_saturates(count, clamped):
+    x = torch.full((count,), 0.4)
+    x[:3] = torch.tensor([1.9, 7.0, 60.0])
+    found = best_format(x, 8, "percentile")
+    most = x.sort().values[-1 - clamped]
+    assert found == best_format(most[None], 8, "max")
+
+
+def test_no_channel_of_few_weights_saturates():
+    layer = nn.Conv2d(4, 4, 3, groups=4, bias=False)
+    layer.weight.data.uniform_(-0.4, 0.4)[:, 0, 1, 1] = 1.9
+    for per_channel in (False, True):
+        fixed = marvin.calibrate(
+            nn.Sequential(layer), [torch.randn(2, 4, 5, 5)], estimator="percentile", per_channel=per_channel
+        )  # fmt: skip
+        assert (fixed[0].weight[:, 0, 1, 1] > 1.89).all()
+
+
+def test_word_lengths_may_be_integers_of_numpy():
+    x = torch.randn(4, 3)
+    fixed = marvin.calibrate(nn.Linear(3, 2), [x], bits=np.int64(6), weight_bits=np.int32(5))
+    found = formats_of(fixed)[""]
+    assert (type(found.inputs.wl), found.inputs.wl, found.weights[0].wl) == (int, 6, 5)
+    again = marvin.calibrate(fixed, [x], bits=np.int64(7))
+    assert type(formats_of(again)[""].inputs.wl) is int
 
 
 @pytest.mark.parametrize("per_channel", [False, True])
@@ -440,16 +469,38 @@ class Own(nn.Module):
         super().__init__()
         self.first, self.second, self.aside = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
         self.own_weight = nn.Parameter(torch.randn(4, 4))
-        self.position = nn.Parameter(torch.randn(1, 4))
+        self.position, self.kernel = nn.Parameter(torch.randn(1, 4)), nn.Parameter(torch.eye(4))
+        self.w = nn.Parameter(torch.eye(4))
 
     def forward(self, x):
-        return self.second(self.first(x + self.position) @ self.own_weight)
+        x = self.first(x + self.position) @ self.own_weight @ self.w.T
+        return self.second(torch.einsum("ij,jk->ik", x, self.kernel))
+
+
+HOOKS = {
+    "weight_norm": nn.utils.weight_norm,
+    "spectral_norm": nn.utils.spectral_norm,
+    "prune": lambda layer: prune.random_unstructured(layer, "weight", 0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")  # is deprecated
+@pytest.mark.parametrize("change", HOOKS.values(), ids=HOOKS)
+def test_weights_that_hooks_have_computed_are_named_before_a_copy_is_made(change):
+    """They are no leaves, and torch copies none of them."""
+    model = build()
+    change(model[3])
+    model.train()(batches(1)[0])
+    with pytest.raises(
+        ValueError, match=r"3 must have plain weights .* a hook that computes weight"
+    ):
+        marvin.calibrate(model, batches(1))
 
 
 def test_weights_that_stay_in_floats_are_named():
     with (
         pytest.warns(
-            UserWarning, match=r"leaves in floats own_weight: a module of one's own has it"
+            UserWarning, match=r"in floats own_weight, w, kernel: a module of one's own has it"
         ),
         pytest.warns(UserWarning, match=r"leaves in floats aside: no floats came there"),
     ):

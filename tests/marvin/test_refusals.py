@@ -274,6 +274,24 @@ def test_one_batch_does_not_pass_for_many():
             call(net, None)
     with pytest.raises(TypeError, match=r"got dict: .* \(batch\[key\] for batch in loader\)"):
         marvin.calibrate(net, [{"x": torch.ones(2, 4)}])
+    with pytest.raises(TypeError, match=r"got ndarray: write \(torch.as_tensor\(batch\)"):
+        marvin.calibrate(net, [torch.ones(2, 4).numpy()])
+    with pytest.raises(TypeError, match=r"begins with one, got int$"):
+        marvin.calibrate(net, [1, 2])
+
+
+def test_a_data_set_has_no_batches():
+    net, samples = nn.Linear(4, 3), torch.utils.data.TensorDataset(torch.ones(8, 4))
+    for call in (marvin.calibrate, marvin.export.calibrate, marvin.reestimate_batch_norm):
+        with pytest.raises(TypeError, match=r"got TensorDataset, .*DataLoader\(dataset, batch"):
+            call(net, samples)
+    marvin.calibrate(net, torch.utils.data.DataLoader(samples, batch_size=2))
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield torch.ones(2, 4)
+
+    marvin.calibrate(net, Stream())
 
 
 def test_a_frozen_model_is_not_frozen_again():

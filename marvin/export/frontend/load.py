@@ -72,6 +72,11 @@ def load_tensor(path: str | Path) -> Tensor:
     Raises:
         ExportError: The file is damaged, or holds something else.
     """
+    if Path(path).suffix == ".npz":
+        raise ExportError(
+            f"{path} must be one array of numpy.save or a tensor of torch.save, got a file of numpy.savez: write "
+            "numpy.save('inputs.npy', array)"
+        )
     is_numpy = Path(path).suffix == ".npy"
     if not is_numpy:
         _check_whole(path)

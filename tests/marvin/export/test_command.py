@@ -246,7 +246,9 @@ def test_several_targets_in_one_call(saved, tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.count("(7 samples)") == 2
     assert "all 21 outputs of 7 samples" in said
+    capsys.readouterr()
     message = refused(*words, "--to", "packed", "--to", "onnx", "--out", tmp_path / "out")
+    assert not capsys.readouterr().out  # it is said before anything is computed
     assert message.endswith("--out must be of one target, got 2: packed, onnx")
 
 
@@ -478,12 +480,18 @@ def test_samples_that_are_no_numbers_are_named(saved, tmp_path, place):
 def test_samples_that_do_not_fit_are_one_line(saved, tmp_path):
     path, *_ = saved()
     np.save(tmp_path / "whole.npy", np.zeros((4, 36), np.uint8))
+    np.savez(tmp_path / "some.npz", x=np.zeros((4, 36), np.float32))
     np.save(tmp_path / "code.npy", np.array([Hostile], object), allow_pickle=True)
     torch.save({"x": 3}, tmp_path / "table.pt")
     torch.save(torch.zeros(3), tmp_path / "few.pt")
     for words, message in (
         (["--shape", "35"], "the model must take samples of shape (35,), got RuntimeError"),
         (["--inputs", "whole.npy"], "must hold samples as the model takes them, got torch.uint8"),
+        (["--inputs", "whole.npy"], "of shape (4, 36): write array.astype('float32')"),
+        (
+            ["--inputs", "some.npz"],
+            "got a file of numpy.savez: write numpy.save('inputs.npy', array)",
+        ),
         (["--inputs", "code.npy"], "code.npy must be a whole file"),
         (["--inputs", "table.pt"], "table.pt must hold a tensor, got dict"),
         (["--inputs", "none.npy"], "No such file"),
