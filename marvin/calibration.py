@@ -4,10 +4,10 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -255,7 +255,13 @@ class _Multiplied(TorchFunctionMode):
         self._names = {storage_key(p): n for n, p in found if is_layer(p)}
         self.names = [n for n in self._names.values() if n.endswith("weight")]
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if self._names and getattr(func, "__name__", "").strip("_") in _PRODUCTS:
             operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
