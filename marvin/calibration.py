@@ -58,18 +58,8 @@ _OF_FLOATS = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
 _OF_INDICES = nn.Embedding, nn.EmbeddingBag
 _TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 _PRODUCTS = {
-    "matmul",
-    "rmatmul",
-    "mm",
-    "bmm",
-    "mv",
-    "addmm",
-    "baddbmm",
-    "addmv",
-    "einsum",
-    "tensordot",
-    "linear",
-}
+    "matmul", "rmatmul", "mm", "bmm", "mv", "addmm", "baddbmm", "addmv", "einsum", "tensordot", "linear",
+}  # fmt: skip
 _PRODUCTS |= {f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)}
 _LAYERS = *_OF_FLOATS, *_OF_INDICES, *_TRANSPOSED
 

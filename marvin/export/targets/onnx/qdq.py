@@ -12,9 +12,8 @@ from marvin.export.targets.onnx.int16 import Int16Writer
 __all__ = ["QdqWriter"]
 
 _INT32 = 2**31
-_SMALL = (
-    2.0**-20
-)  # ONNX Runtime 1.31 drops a Clip whose bounds are within 2^-23 of what the codes hold
+# ONNX Runtime 1.31 drops a Clip whose bounds are within 2^-23 of what the codes hold
+_SMALL = 2.0**-20
 
 
 class _Codes(NamedTuple):
