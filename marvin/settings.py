@@ -41,6 +41,7 @@ __all__ = [
     "check_values",
     "check_wrapped",
     "guard_step",
+    "is_exported",
     "is_traced",
     "without_values",
 ]
@@ -222,6 +223,11 @@ def check_uncompiled(model: nn.Module, call: str) -> None:
 def is_traced() -> bool:
     """Say whether ``torch.compile`` or ``torch.jit`` follows what is computed."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def is_exported() -> bool:
+    """Say whether ``torch.export`` or ``torch.jit`` makes a program, which is for inference."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def check_untraced() -> None:

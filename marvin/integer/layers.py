@@ -23,7 +23,7 @@ from marvin.integer.formats import (
 )
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import FLOATS, ForwardState
-from marvin.settings import is_traced
+from marvin.settings import is_exported, is_traced
 
 __all__ = [
     "CLASSES",
@@ -153,9 +153,13 @@ def _forward(module: Any, x: Tensor, stock: Callable[[Tensor], Tensor]) -> Tenso
         y = _alone(module, x, product, options, None)
         if y is not None:
             return y
-        if not is_watched() and not _goes_back(module, x):
+        if not is_watched():
             return autograd.multiply(x, weight_of(module), module.bias, layer)
-    return autograd.multiply_traceably(x, weight_of(module), module.bias, layer)
+    y = autograd.multiply_traceably(x, weight_of(module), module.bias, layer)
+    if is_exported() or not _goes_back(module, x):
+        return y
+    floats = stock(x)  # codes have no gradients
+    return y.detach() + (floats - floats.detach())
 
 
 def _train(

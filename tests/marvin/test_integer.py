@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import marvin
 from fixedpoint_kernels import FixedPoint, forward_save, products
@@ -523,6 +524,36 @@ def test_frozen(policy):
     torch.save(frozen, saved)
     saved.seek(0)
     same(torch.load(saved, weights_only=False)(images(99)), wanted)
+
+
+def watched(call):
+    with FlopCounterMode(display=False):
+        return call()
+
+
+@pytest.mark.parametrize("policy", ["budget", "channels"])
+@pytest.mark.parametrize("last", [8, 6, 3])
+@pytest.mark.parametrize("way", ["eval", "train", "compiled", "watched"])
+def test_the_last_layer_of_a_frozen_model_is_fine_tuned(policy, last, way):
+    """It has the gradients of floats, and outputs of codes."""
+    model, optimizer = make(policy)
+    train(model, optimizer, 3)
+    wanted = copy.deepcopy(model)
+    revert(wanted)
+    frozen, floats = (marvin.freeze(own)[: last + 1] for own in (model, wanted))
+    frozen[last].requires_grad_(True)
+    floats[last].requires_grad_(True)
+    frozen[last].train(way == "train")
+    runs = frozen
+    if way == "compiled":
+        runs = torch.compile(frozen, backend="eager", fullgraph=True)
+    y = watched(lambda: runs(images(99))) if way == "watched" else runs(images(99))
+    with torch.no_grad():
+        same(y.detach(), frozen(images(99)))
+    y.square().sum().backward()
+    floats(images(99)).square().sum().backward()
+    for p, q in zip(frozen[last].parameters(), floats[last].parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
 
 
 def test_a_gradient_that_is_not_finite_reaches_the_optimizer():
