@@ -77,6 +77,7 @@ __all__ = [
     "int_mm",
     "is_called_plainly",
     "is_checkpointed",
+    "is_fake",
     "is_joining",
     "is_recomputed",
     "is_watched",
@@ -227,6 +228,15 @@ def fake_tensor_mode() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
     return FakeTensorMode()
+
+
+def is_fake(x: Tensor) -> bool:
+    """Say whether a tensor has a shape and a device, and no values."""
+    if type(x) is Tensor:
+        return False
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(x, FakeTensor)
 
 
 # Operators that nn.functional calls, which give what backward needs, or take it.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fixedpoint_kernels._torch_private import WeakTensor, base_of, version_of
+from fixedpoint_kernels._torch_private import WeakTensor, base_of, compiled_as_constant, version_of
 from fixedpoint_kernels.division import operators
 from fixedpoint_kernels.division.layout import Layout
 from fixedpoint_kernels.forward_save.settings import Division
@@ -24,6 +24,7 @@ __all__ = [
     "Form",
     "Packed",
     "autocast_dtype",
+    "has_autocast",
     "is_dense",
     "is_less_in_code",
     "is_parameter",
@@ -351,6 +352,12 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     kind = x.device.type
     if not x.is_floating_point() or x.dtype == torch.float64:
         return None
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    if not (has_autocast(kind) and torch.is_autocast_enabled(kind)):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+@compiled_as_constant  # torch 2.11's compiler does not know what it asks
+def has_autocast(kind: str) -> bool:
+    """Say whether there is autocast for a type of device."""
+    return torch.amp.is_autocast_available(kind)

@@ -141,7 +141,7 @@ class _Autocast(NamedTuple):
     @classmethod
     def of(cls, x: Tensor) -> "_Autocast | None":
         kind = x.device.type
-        if not torch.amp.is_autocast_available(kind):
+        if not maps.has_autocast(kind):
             return None
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 

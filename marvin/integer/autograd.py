@@ -321,7 +321,9 @@ def _window(product: Product) -> dict[str, Any]:
 
 def _dtype_of_result(x: Tensor) -> torch.dtype:
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def _convolved(x: Tensor, weight: Tensor, product: Product) -> Tensor:

@@ -11,6 +11,7 @@ from fixedpoint_kernels import FixedPoint, products
 from fixedpoint_kernels._torch_private import (
     has_backward_hooks,
     hooks_of,
+    is_fake,
     own_forward_hooks,
     own_parameters,
 )
@@ -190,7 +191,7 @@ def has_nan(x: torch.Tensor) -> bool:
 
     While a model is traced or compiled, nobody can know.
     """
-    if x.device.type != "cpu" or is_traced():
+    if x.device.type != "cpu" or is_traced() or is_fake(x):
         return False
     # infinities of both signs may add up to NaN
     return math.isnan(size_of(x)) and bool(x.detach().isnan().any())

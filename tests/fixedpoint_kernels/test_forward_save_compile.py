@@ -356,6 +356,13 @@ def test_a_model_that_is_one_layer_is_converted_and_compiled():
     assert not compiling.is_compiled(model)
 
 
+def test_what_the_compiler_does_not_know_is_asked_outside(monkeypatch):
+    """Torch 2.11's does not know ``is_autocast_available``."""
+    unknown = torch.compiler.disable(torch.amp.is_autocast_available)
+    monkeypatch.setattr(torch.amp, "is_autocast_available", unknown)
+    test_a_model_that_is_one_layer_is_converted_and_compiled()
+
+
 def test_eval_mode_and_no_gradients(model, x, times):
     plan = forward_save.plan(model, x, budget_bytes=half(model, x))
     made = copy.deepcopy(model)

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import marvin
 from fixedpoint_kernels import FixedPoint, forward_save, products
+from fixedpoint_kernels._torch_private import fake_tensor_mode
 from marvin.integer import IntegerConv2d, conversion, convert, report, revert
 from marvin.integer.autograd import Layer, Noise, multiply
 from marvin.integer.formats import Options, Product, has_nan, size_of
@@ -554,6 +555,17 @@ def test_the_last_layer_of_a_frozen_model_is_fine_tuned(policy, last, way):
     floats(images(99)).square().sum().backward()
     for p, q in zip(frozen[last].parameters(), floats[last].parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_a_frozen_model_gives_shapes_without_values():
+    model, _ = make("fixed")
+    frozen = marvin.freeze(model)
+    x, shape = images(99), outputs(model).shape
+    with fake_tensor_mode() as mode, torch.no_grad():
+        mode.allow_non_fake_inputs = True
+        assert frozen(mode.from_tensor(x)).shape == shape
+    with torch.no_grad():
+        assert frozen.to("meta")(x.to("meta")).shape == shape
 
 
 def test_a_gradient_that_is_not_finite_reaches_the_optimizer():
