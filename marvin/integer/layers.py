@@ -202,6 +202,8 @@ def _chosen(module: nn.Module, x: Tensor, formats: ModuleFormats) -> Product | N
     dims = next((d for kind, d in _DIMS.items() if isinstance(module, kind)), max(x.dim(), 2))
     if isinstance(product, str) or x.dtype not in FLOATS or x.dim() != dims or is_transformed():
         return None
+    if is_exported() and torch.onnx.is_in_onnx_export():
+        return None  # ONNX does not have these operators
     if not is_traced() and not len(x):
         return None  # products of no sample are none
     if torch.compiler.is_compiling() or getattr(module, OPTIONS).execution == "simulation":

@@ -527,6 +527,21 @@ def test_frozen(policy):
     same(torch.load(saved, weights_only=False)(images(99)), wanted)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("policy", ["fixed", "channels"])
+def test_torchs_export_to_onnx_takes_a_frozen_model(policy):
+    """Products are those of floats there, whose sums are exact here."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    model, optimizer = make(policy)
+    train(model, optimizer, 3)
+    file = io.BytesIO()
+    torch.onnx.export(marvin.freeze(model), (images(99),), file, dynamo=False)
+    session = onnxruntime.InferenceSession(file.getvalue())
+    (y,) = session.run(None, {session.get_inputs()[0].name: images(99).numpy()})
+    same(torch.from_numpy(y), outputs(model))
+
+
 def watched(call):
     with FlopCounterMode(display=False):
         return call()
