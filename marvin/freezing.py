@@ -153,7 +153,10 @@ class FrozenRounding(Unscripted):
 
 
 class _Inputs(FrozenRounding):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Round; ``torch.ao`` registers the hook anew on what it makes of a module, without keywords."""
         formats = self.formats
         if formats.inputs is None and formats.samples is None:
             return None
@@ -163,7 +166,8 @@ class _Inputs(FrozenRounding):
                 return as_it_is(module, x, formats.inputs)
             return _round(_round(x, formats.samples, per_sample=True), formats.inputs)
 
-        return mapped(rounded, args, kwargs, self.arguments)
+        own, named = mapped(rounded, args, kwargs or {}, self.arguments)
+        return own if kwargs is None else (own, named)
 
 
 class _Outputs(FrozenRounding):

@@ -55,7 +55,14 @@ class _Hook(Unscripted):
 
 
 class _Inputs(_Hook):
-    def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if kwargs is None:  # registered anew, without keywords
+            raise RuntimeError(
+                "a model whose modules torch.ao replaces must be one for inference, got one that trains: "
+                "give it marvin.freeze(model)"
+            )
         return self.rounder.round_inputs(module, args, kwargs)
 
 

@@ -539,9 +539,12 @@ def test_a_frozen_model_rounds_in_one_pass_as_its_operators_do(dtype):
     frozen = marvin.freeze(_of_one_number(dtype))
     x = torch.randn(3, 5, 7, 9, dtype=dtype).to(memory_format=torch.channels_last)
     x[0, 0, 0, :6] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, -0.01, 1e30])
-    with torch.profiler.profile() as fast:
+    with torch.profiler.profile(acc_events=True) as fast:
         y = frozen(x)
-    with torch.profiler.profile() as slow, pytest.warns(UserWarning, match="gradient of rounding"):
+    with (
+        torch.profiler.profile(acc_events=True) as slow,
+        pytest.warns(UserWarning, match="gradient of rounding"),
+    ):
         wanted = frozen(x.clone().requires_grad_())
     assert wanted.requires_grad  # in operators that can be differentiated
     same(_bits(y), _bits(wanted))
@@ -573,6 +576,27 @@ def test_a_frozen_model_compiles():
     train(model, optimizer, 5)
     compiled = torch.compile(marvin.freeze(model), backend="aot_eager", fullgraph=True)
     same(compiled(images(99)), outputs(model))
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_torch_ao_replaces_modules_of_frozen_models():
+    """It registers hooks anew, without keywords."""
+    model, optimizer = make("budget")
+    train(model, optimizer, 5)
+    wanted = outputs(model)
+    frozen = marvin.freeze(model)
+    fused = torch.ao.quantization.fuse_modules(frozen, [["0", "1", "2"]])
+    torch.testing.assert_close(fused(images(99)), wanted, rtol=0, atol=0.05)  # a code at most
+    dynamic = torch.ao.quantization.quantize_dynamic(frozen, {nn.Linear})
+    seen = []
+    dynamic[6].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    frozen[6].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    torch.testing.assert_close(dynamic(images(99)), wanted, rtol=0, atol=0.05)  # 8 bits
+    frozen(images(99))
+    same(*seen)
+    dynamic = torch.ao.quantization.quantize_dynamic(model.eval(), {nn.Linear})
+    with pytest.raises(RuntimeError, match=r"give it marvin.freeze\(model\)"):
+        dynamic(images(99))
 
 
 def test_a_model_without_formats_is_not_frozen():
