@@ -523,6 +523,7 @@ class Quantized(WithMasters, AskedByScaler):
         ]
         with self._on_masters():
             self.optimizer.load_state_dict(wrapped)
+            states.complete(self.optimizer)
         for index, p in enumerate(self._layout.names):
             own = self.optimizer.state.get(self._masters.get(p, p), {})
             states.kept_dtypes(own, wrapped["state"].get(index, {}))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from marvin.compact import SUFFIXES, check_saved
@@ -20,6 +21,7 @@ __all__ = [
     "KEPT",
     "VERSION",
     "checked",
+    "complete",
     "float_masters",
     "kept_dtypes",
     "of_wrapped",
@@ -364,6 +366,20 @@ def spread_state(state_dict: Mapping[str, Any], shards: Sequence[Shard]) -> dict
 def _is_spread(name: str, value: Tensor, shard: Shard) -> bool:
     """Say whether a tensor of a state has the rows of its parameter."""
     return value.shape == shard.shape or name.endswith(SUFFIXES[1])
+
+
+def complete(optimizer: Optimizer) -> None:
+    """Make the states that Adagrad lacks as it does itself: up to torch 2.11 it makes none later."""
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return
+    for group in optimizer.param_groups:
+        missing = [p for p in group["params"] if not optimizer.state.get(p)]
+        if missing:
+            first = group["initial_accumulator_value"]
+            own = torch.optim.Adagrad(
+                missing, initial_accumulator_value=first, fused=group["fused"]
+            )
+            optimizer.state.update(own.state)
 
 
 def kept_dtypes(loaded: dict[str, Any], saved: Mapping[str, object]) -> None:

@@ -732,6 +732,28 @@ def test_windows_and_moments_of_another_shape_are_refused(change, name):
     assert torch.equal(other.state_dict()["state"][0]["master"], before)
 
 
+def test_adagrad_has_sums_where_a_state_has_none():
+    """Torch 2.11's makes them in its constructor alone."""
+    optimizer, other = (
+        marvin.Quantized(
+            torch.optim.Adagrad(
+                [("w", nn.Parameter(torch.ones(2, 3)))], initial_accumulator_value=0.5
+            ),
+            marvin.FixedPolicy(8, 4),
+        )
+        for _ in range(2)
+    )
+    for own in (optimizer, other):
+        own.param_groups[0]["params"][0].grad = torch.ones(2, 3)
+        own.step(loss=1.0)
+    state = optimizer.state_dict()
+    del state["optimizer"]["state"][0]
+    other.load_state_dict(state)
+    (own,) = other.optimizer.state.values()
+    assert_same(dict(own), {"step": torch.tensor(0.0), "sum": torch.full((2, 3), 0.5)})
+    other.step(loss=1.0)
+
+
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize(
     ("kind", "options"),

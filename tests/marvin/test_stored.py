@@ -117,7 +117,7 @@ def test_a_checkpoint_of_stored_weights_saves_its_inputs_alone():
 
     with torch.autograd.graph.saved_tensors_hooks(see, lambda x: x):
         y = checkpoint(model, *inputs(0), use_reentrant=False)
-    assert len(seen) <= 2
+    assert sum(x.numel() > 0 for x in seen) <= 2  # some torches save one without elements
     y.sum().backward()
 
 
