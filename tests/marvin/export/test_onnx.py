@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import marvin
@@ -37,11 +38,13 @@ runtime = pytest.importorskip("onnxruntime")
 
 CPU = Path("/proc/cpuinfo")
 HAS_VNNI = CPU.exists() and "vnni" in CPU.read_text()
+LEVELS = runtime.GraphOptimizationLevel.__members__
 
 
-def run(model, x, name=None):
+def run(model, x, level="ORT_ENABLE_ALL"):
     options = runtime.SessionOptions()
-    options.intra_op_num_threads = 1
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    options.graph_optimization_level = LEVELS[level]
     session = runtime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
@@ -618,3 +621,28 @@ def test_one_long_sum_is_written_alone(tmp_path):
     assert exporter.unfused(network) == ["2"]
     found = kernels(assert_exact(network, x), tmp_path / "optimized.onnx")
     assert (found["QGemm"], found["MatMulInteger"]) == (1, 1)
+
+
+class Padded(nn.Module):
+    """Pads values in front of max pooling, with its sides in another order meanwhile."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.a, self.b, self.order = nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 3), order
+
+    def forward(self, x):
+        turned = self.a(x).permute(0, *self.order)
+        return self.b(F.max_pool2d(F.pad(turned, (1, 1, 0, 1)).permute(0, *self.order), 2))
+
+
+@pytest.mark.parametrize("order", [(1, 2, 3), (1, 3, 2)])
+@pytest.mark.parametrize("container", ["int8", "int16", "float64", "qdq"])
+def test_zeros_in_front_of_max_pooling_may_be_the_maximum(container, order):
+    """At every level of ONNX Runtime's optimisations, which make these zeros padding."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 1, 8, 9)
+    model = marvin.calibrate(Padded(order), [x], bits=6, weight_bits=4)
+    network = describe(model, x)
+    want, written = integer.run(network, x), exporter.to_model(network, container)
+    for level in LEVELS:
+        torch.testing.assert_close(run(written, x, level).double(), want, rtol=0, atol=0)
