@@ -192,21 +192,28 @@ class Surroundings:
         with self._watch, _Exports(self._watch):
             yield
 
-    def restore(self) -> str:
-        """Put back what has changed since, and say what that was; "" where nothing has."""
+    def restore(self, *, values_may_change: bool = False) -> str:
+        """Put back what has changed since, and say what that was; "" where nothing has.
+
+        Args:
+            values_may_change: Whether code may draw random numbers, make Python numbers of values and change
+                attributes: none of these is said. They are put back all the same.
+        """
         is_random, is_changed, is_hooked = self._threw(), self._changed(), self._hooked()
         has_others = self._has_others()
         if self.refused:
             return self.refused
         if is_hooked:
             return "its forward adds or removes hooks of modules"
-        if is_random:
+        if is_random and not values_may_change:
             return "its forward draws random numbers, which would be the same at each call"
-        if self._watch.has_read:
+        if self._watch.has_read and not values_may_change:
             return _READS
         if has_others:
             return "its forward adds, replaces or removes modules, parameters or buffers"
-        return "its forward changes attributes of modules" if is_changed else ""
+        if is_changed and not values_may_change:
+            return "its forward changes attributes of modules"
+        return ""
 
     def _now(self) -> tuple[list[dict[str, object]], list[list[tuple[str, object]]]]:
         """Return the attributes of each module, and what is noted of them."""

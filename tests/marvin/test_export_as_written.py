@@ -1,5 +1,6 @@
 """Models as people write them: exported to integers that equal the model, or refused by name."""
 
+import contextlib
 import shutil
 
 import pytest
@@ -311,3 +312,74 @@ def test_sums_are_rounded_to_words_of_2_to_32_bits(wl):
     model, x = frozen(lambda m, x: m.a(x) + m.b(x), two())
     with pytest.raises(ExportError, match=f"must be 2 to 32 bits, got {wl}: write round_sums"):
         round_sums(describe(model, x), x, wl)
+
+
+def emptied(m, x):
+    for p in m.parameters():
+        p.clamp_(min=0)
+    return m.a(x)
+
+
+def emptied_and_caught(m, x):
+    with contextlib.suppress(Exception):
+        m.a.get_parameter("weight").data.zero_()
+    return m.a(x)
+
+
+def emptied_by_attribute(m, x):
+    m.a.weight.clamp_(min=0)
+    return m.a(x)
+
+
+def followed(m, x):
+    """As a momentum encoder does."""
+    for own, other in zip(m.a.parameters(), m.b.parameters(), strict=True):
+        own.data = own.data * 0.5 + other.data * 0.5
+    return m.a(x)
+
+
+def unfrozen(m, x):
+    m.requires_grad_(True)
+    return m.a(x)
+
+
+def grown(m, x):
+    m.head = nn.Linear(8, 8)
+    return m.a(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (emptied, "changes parameters"),
+        (emptied_and_caught, "changes parameters"),
+        (emptied_by_attribute, "changes parameters"),
+        (followed, "changes parameters"),
+        (unfrozen, "changes parameters"),
+        (grown, "adds, replaces or removes modules"),
+    ],
+)
+@torch.no_grad()
+def test_a_forward_that_changes_the_model_is_refused_before_it_does(function, reason):
+    model, x = frozen(function, two())
+    before = {name: (id(p), p.clone(), p.requires_grad) for name, p in model.named_parameters()}
+    with pytest.raises(ExportError, match=f"{reason}.*below if self.training"):
+        describe(model, x)
+    assert before.keys() == dict(model.named_parameters()).keys()
+    for name, p in model.named_parameters():
+        same, values, needs = before[name]
+        assert (id(p), p.requires_grad) == (same, needs)
+        torch.testing.assert_close(p, values, rtol=0, atol=0)
+
+
+def test_what_changes_the_model_in_training_alone_is_exported():
+    assert_exact(lambda m, x: emptied(m, x) if m.training else m.a(x), two())
+
+
+def test_code_may_read_values_and_count_its_calls():
+    def counting(m, x):
+        m.calls = getattr(m, "calls", 0) + 1
+        m.drawn = float(torch.rand(()))
+        return m.a(x) if m.norm.running_mean.sum().item() == 0 else m.b(x)
+
+    assert_exact(counting, {**two(), "norm": nn.BatchNorm1d(8)})

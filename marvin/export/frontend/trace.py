@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from marvin.export.passes.shorten_scales import shorten_scales
 from marvin.hooks import state_of
 from marvin.integer.conversion import revert
 from marvin.integer.layers import CLASSES, integer_class, stock_class
+from marvin.integer.surroundings import Surroundings
 from marvin.rounding import Format
 from marvin.settings import check_model, check_uncompiled
 from marvin.tracing import Tracer
@@ -74,7 +76,8 @@ def describe(  # noqa: PLR0913  each is a choice of the user's
     ``marvin.export.passes.biases``.
 
     The sample goes through the model and through what is exported for each of its modules. A gap
-    that these roundings and float32's do not explain is refused.
+    that these roundings and float32's do not explain is refused. So is a ``forward`` that changes
+    parameters, before it does.
 
     Args:
         model: Its values of ``weights`` are numbers of their formats. Frozen, or with
@@ -186,13 +189,14 @@ def _described(  # noqa: PLR0913  each is a choice of the user's
     calibration: Tensor | None,
     origin: str,
 ) -> Network:
-    graph, tracer = _traced(model, activations)
-    _check_inputs(graph)
-    layers = {str(node.target): None for node in graph.nodes if node.op == "call_module"}
-    check_own(model, layers)
-    observed = observe(model, graph, sample)
-    if calibration is not None:
-        observed = replace(observed, ranges=observe(model, graph, calibration).ranges)
+    with _unchanged(model):
+        graph, tracer = _traced(model, activations)
+        _check_inputs(graph)
+        layers = {str(node.target): None for node in graph.nodes if node.op == "call_module"}
+        check_own(model, layers)
+        observed = observe(model, graph, sample)
+        if calibration is not None:
+            observed = replace(observed, ranges=observe(model, graph, calibration).ranges)
     builder = Builder(model, weights, activations, *lengths, observed)
     steps = [step for node in graph.nodes if (step := _translate(builder, node, sample))]
     other = OtherCount.of(model, graph, sample)
@@ -206,6 +210,29 @@ def _described(  # noqa: PLR0913  each is a choice of the user's
     follower = Follower(network, steps, origin == "trained", builder.results, builder.origins)
     follower.follow(model, sample)
     return network
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Refuse code that changes parameters, before it does, and code that changes hooks or parts of modules.
+
+    Whatever else it changes of modules, and random generators, are put back.
+    """
+    surroundings, cause = Surroundings(model), None
+    try:
+        with surroundings.watched():
+            yield
+    except ExportError as error:  # of what came of it
+        if not surroundings.refused:
+            raise
+        cause = error
+    finally:
+        reason = surroundings.restore(values_may_change=True)
+    if reason:
+        raise ExportError(
+            f"the model must stay as it is when it is called in eval mode, but {reason}: do that in the "
+            "training loop, or below if self.training"
+        ) from cause
 
 
 class _Tracer(Tracer):
