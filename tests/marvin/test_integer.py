@@ -550,7 +550,7 @@ def watched(call):
 @pytest.mark.parametrize("policy", ["budget", "channels"])
 @pytest.mark.parametrize("last", [8, 6, 3])
 @pytest.mark.parametrize("way", ["eval", "train", "compiled", "watched"])
-def test_the_last_layer_of_a_frozen_model_is_fine_tuned(policy, last, way):
+def test_the_last_layer_of_a_frozen_model_is_fine_tuned(policy, last, way, request):
     """It has the gradients of floats, and outputs of codes."""
     model, optimizer = make(policy)
     train(model, optimizer, 3)
@@ -562,6 +562,8 @@ def test_the_last_layer_of_a_frozen_model_is_fine_tuned(policy, last, way):
     frozen[last].train(way == "train")
     runs = frozen
     if way == "compiled":
+        torch.compiler.reset()  # or it would be one of too many models
+        request.addfinalizer(torch.compiler.reset)
         runs = torch.compile(frozen, backend="eager", fullgraph=True)
     y = watched(lambda: runs(images(99))) if way == "watched" else runs(images(99))
     with torch.no_grad():
