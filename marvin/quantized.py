@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from operator import is_
-from typing import Literal
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -390,7 +390,7 @@ class Quantized(WithMasters, AskedByScaler):
         """
         self._check_groups()
         self._check_state()
-        before = self.lr_scale
+        before, lrs = self.lr_scale, [group.get("lr") for group in self.param_groups]
         now = Step(self._counts.step, self._seed, self.param_groups[0])
         with self.with_values():
             self._adopt_changed()
@@ -398,12 +398,25 @@ class Quantized(WithMasters, AskedByScaler):
             layers, _ = self._layers({}, {})
             update = self.policy.end_epoch(self.shared, layers, now)
             update = self._completed(update, layers, now.number)
-            self._write(self._keep(update, []), Purpose.INITIAL)
-        if update.switches:
-            self._carriers.publish(self)
-        for group in self.param_groups:
-            if self.lr_scale != before:
-                group["lr"] = group["lr"] * (self.lr_scale / before)
+
+            # nothing is refused any more
+            try:
+                self._write(self._keep(update, []), Purpose.INITIAL)
+                if update.switches:
+                    self._carriers.publish(self)
+                self._scale_lrs(lrs, before)
+            except BaseException:  # else weights, formats and rates would be of two epochs
+                frozen = self._frozen()
+                self._write([p for p in self._masters if p not in frozen], Purpose.INITIAL)
+                self._carriers.publish(self)
+                self._scale_lrs(lrs, before)
+                raise
+
+    def _scale_lrs(self, lrs: Sequence[Any], before: float) -> None:
+        """Give the groups the learning rates that they had at another ``lr_scale``, multiplied."""
+        if self.lr_scale != before:
+            for group, lr in zip(self.param_groups, lrs, strict=True):
+                group["lr"] = lr * (self.lr_scale / before)
 
     @left_uncompiled
     def state_dict(self) -> StateDict:

@@ -125,7 +125,8 @@ class Policy(ABC):
         """Return what is common to all layers before the first step: a frozen record, or None.
 
         Later ones are of the same class. States save fields that are numbers, strings, None, formats,
-        ``ActivationFormats``, tuples of these, and dictionaries from strings to numbers.
+        ``ActivationFormats``, tuples of these, and dictionaries from strings to numbers; the
+        constructor takes all of them.
         """
         return None
 
@@ -328,8 +329,8 @@ def check_measured(policy: Policy, measured: object, count: int) -> None:
 
     Raises:
         TypeError: It is no ``Measured``, or has values that are no tensors.
-        ValueError: It has more or fewer values than there are layers, or a tensor that ``rules`` does
-            not name.
+        ValueError: It has more or fewer values than there are layers, a tensor that ``rules`` does not
+            name, or norms of several numbers.
     """
     name = type(policy).__name__
     if not isinstance(measured, Measured):
@@ -356,6 +357,11 @@ def check_measured(policy: Policy, measured: object, count: int) -> None:
                 f"{name}.measure must give {what} as tensors, got {wrong[0]!r:.60}: write for example "
                 "Measured(norms=[grad.double().norm() for grad in grads])"
             )
+    if several := [tuple(norm.shape) for norm in measured.norms if norm.dim()]:
+        raise ValueError(
+            f"{name}.measure must give norms as tensors of shape (), got {several[0]}: write for "
+            "example Measured(norms=[grad.double().norm() for grad in grads])"
+        )
 
 
 _MISSING = object()

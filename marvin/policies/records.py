@@ -228,12 +228,18 @@ def check_plain(what: str, record: object) -> None:
         record: Of a layer, or of all.
 
     Raises:
-        TypeError: It is no dataclass, or a field is no plain value.
+        TypeError: It is no dataclass, or a field is no plain value, or not one of the constructor's.
     """
     if not dataclasses.is_dataclass(record) or isinstance(record, type):
         raise TypeError(
             f"{what} must be a dataclass, which states save by its fields, got {record!r:.60}: write "
             "@dataclass(frozen=True) above a class with fields for what it has"
+        )
+    if computed := [f.name for f in dataclasses.fields(record) if not f.init]:
+        raise TypeError(
+            f"{what} must have fields that its constructor takes, for a state's are made by it, got "
+            f"{', '.join(computed)} with init=False: write a property for what follows from other "
+            "fields, and leave init=False out for others"
         )
     for name in (f.name for f in dataclasses.fields(record)):
         if not _is_saved(value := getattr(record, name)):

@@ -1,6 +1,7 @@
 """What is interrupted leaves everything as it was."""
 
 import copy
+import dataclasses
 import sys
 from collections.abc import Callable
 
@@ -243,3 +244,48 @@ def test_an_interrupt_in_a_step_that_switches_leaves_the_models_formats_right():
         line += 13
     assert changed
     assert line > 200
+
+
+class Halving(marvin.MuppetPolicy):
+    """Halves the learning rate where the level rises."""
+
+    def lr_scale_at(self, shared):
+        return 0.5**shared.level
+
+
+def ending():
+    """Return a run whose next epoch goes to another level, and another learning rate."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.5)
+    policy = Halving(levels=(8, 32), patience=1, window=1)
+    optimizer = marvin.Quantized(sgd, policy)
+    marvin.quantize_activations(model, optimizer)
+    step_on(model, optimizer, 0)
+    optimizer.shared = dataclasses.replace(optimizer.shared, largest=1e6)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("at", ["_note_written", "publish", "_scale_lrs"])
+def test_an_interrupt_at_the_end_of_an_epoch_leaves_formats_and_rates_of_one_epoch(at, monkeypatch):
+    runs = [ending(), ending()]
+    (model, optimizer), (wanted_model, wanted) = runs
+    wanted.end_epoch()
+    assert wanted.trace
+    assert wanted.param_groups[0]["lr"] == 0.25
+
+    def stop(*_):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(optimizer._carriers if at == "publish" else optimizer, at, stop)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.end_epoch()
+    for _ in range(2):
+        assert optimizer.formats() == wanted.formats()
+        assert rounder.formats_of(model) == rounder.formats_of(wanted_model)
+        assert optimizer.param_groups[0]["lr"] == wanted.param_groups[0]["lr"]
+        for own, other in zip(model.parameters(), wanted_model.parameters(), strict=True):
+            assert torch.equal(own, other)
+        for run in runs:
+            step_on(*run, 1)

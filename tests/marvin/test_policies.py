@@ -371,6 +371,24 @@ def test_values_that_would_not_come_back_are_refused_at_once(value, is_first):
         steps(*(of_value(value) if is_first else of_value(0, value)), 1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """A record with a field that its constructor does not take."""
+
+    fmt: FixedPoint | None = None
+    bits: int = dataclasses.field(default=8, init=False)
+
+
+@pytest.mark.parametrize("at", ["a layer's record", "the shared record"])
+def test_fields_that_no_constructor_takes_are_refused_at_once(at):
+    """States with them did not load, with Python's message."""
+    function = "init" if "layer" in at else "init_shared"
+    wrong = type("Wrong", (Silent,), {function: lambda *_: Computed()})
+    message = rf"{at} must have fields that its constructor takes, .*, got bits .*: write a prop"
+    with pytest.raises(TypeError, match=message):
+        own(dataclasses.dataclass(frozen=True)(wrong)())
+
+
 @pytest.mark.parametrize("shared", [0, {"a": 1}, (1, 2), "x", Own])
 def test_a_shared_record_is_a_dataclass(shared):
     with pytest.raises(TypeError, match=r"the shared record must be a dataclass.*, got"):
@@ -475,6 +493,11 @@ def test_what_a_policy_must_not_give_is_refused(function, result, message):
             lambda _, shared, tensors, grads: Measured(norms=[grads[0].norm()]),
             r"must give norms for each of 2 layers, got 1: write",
         ),
+        (
+            "measure",
+            lambda _, shared, tensors, grads: Measured(norms=[g.norm(dim=0) for g in grads]),
+            r"must give norms as tensors of shape \(\), got \(6,\): write",
+        ),
         ("measure", lambda *_: Measured({"last": ()}), "give last for each of 2 layers, got 0"),
         (
             "update",
@@ -487,7 +510,15 @@ def test_what_a_policy_must_not_give_is_refused(function, result, message):
             "must return the 2 layers .* in their order, got 2: write Update",
         ),
     ],
-    ids=["nothing", "a tensor without a name", "a norm", "tensors", "a layer", "their order"],
+    ids=[
+        "nothing",
+        "a tensor without a name",
+        "a norm",
+        "norms by column",
+        "tensors",
+        "a layer",
+        "their order",
+    ],
 )
 def test_what_a_policy_leaves_out_is_named(function, result, message):
     rules = Rules(tensors=("last",) if "give last" in message else ())
