@@ -433,7 +433,7 @@ class Quantized(WithMasters, AskedByScaler):
         self._check_state()
         with self.with_values():
             self._adopt_changed()
-        packed = super().state_dict()
+        packed = states.packed_groups(super().state_dict())
         shards = list(self._layout.shards.values())
         for p in self._masters.keys() & self.optimizer.state.keys():
             if not self.optimizer.state[p]:  # made by looking there: its moments are the master's
@@ -451,7 +451,7 @@ class Quantized(WithMasters, AskedByScaler):
             "trace": [asdict(row) for row in self.trace],
         }
         with self._on_masters():
-            packed["optimizer"] = self.optimizer.state_dict()
+            packed["optimizer"] = states.packed_groups(self.optimizer.state_dict())
         return packed
 
     @left_uncompiled
@@ -483,6 +483,7 @@ class Quantized(WithMasters, AskedByScaler):
             saved = states.checked(state_dict, self.policy, type(self.optimizer), shapes)
             policy, values = states.policy_of(self.policy, state_dict["marvin"])
             shared = policy.load_shared(values)
+            state_dict = states.restored_groups(state_dict)
         with states.refusing(type(self).__name__), self.with_values(), self._all_or_nothing():
             self._load(state_dict, saved, policy, shared)
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import StateDict
 from marvin.compact import SUFFIXES, check_saved
 from marvin.display import listed
 from marvin.policies.base import Policy, fields_of
-from marvin.policies.records import check_plain, restored, restored_value
+from marvin.policies.records import check_plain, plain_value, restored, restored_value
 from marvin.sgd import SGD
 from marvin.shards import Shard
 
@@ -26,9 +26,11 @@ __all__ = [
     "kept_dtypes",
     "of_wrapped",
     "packed",
+    "packed_groups",
     "packed_policy",
     "policy_of",
     "refusing",
+    "restored_groups",
     "spread_state",
     "unpacked",
 ]
@@ -109,6 +111,30 @@ def unpacked(
     return own
 
 
+def packed_groups(state_dict: StateDict) -> StateDict:
+    """Return a state whose groups have their formats as plain values."""
+    groups = [
+        {name: plain_value(value) for name, value in group.items()}
+        for group in state_dict["param_groups"]
+    ]
+    return {**state_dict, "param_groups": groups}
+
+
+def restored_groups(state_dict: Mapping[str, Any]) -> StateDict:
+    """Return a state, the wrapped optimizer's in it too, whose groups have formats again."""
+    groups = [
+        {
+            name: restored_value(value) if isinstance(value, Mapping | tuple) else value
+            for name, value in group.items()
+        }
+        for group in state_dict["param_groups"]
+    ]
+    found = {**state_dict, "param_groups": groups}
+    if "optimizer" in state_dict:
+        found["optimizer"] = restored_groups(state_dict["optimizer"])
+    return found
+
+
 def packed_policy(policy: Policy, shared: object) -> dict[str, Any]:
     """Return a policy's name, hyper-parameters and shared record as plain values.
 
@@ -119,7 +145,7 @@ def packed_policy(policy: Policy, shared: object) -> dict[str, Any]:
         check_plain("the shared record", shared)
     return {
         "name": type(policy).__name__,
-        "settings": fields_of(policy),
+        "settings": {name: plain_value(value) for name, value in fields_of(policy).items()},
         "shared": asdict(shared) if is_dataclass(shared) and not isinstance(shared, type) else None,
     }
 
@@ -136,9 +162,7 @@ def policy_of(policy: Policy, saved: Mapping[str, Any]) -> tuple[Policy, Mapping
         if "muppet" in saved:
             return policy, saved["muppet"]
         return policy, {name: saved[name] for name in _EARLIER_SHARED if name in saved} or None
-    settings = {
-        name: tuple(v) if isinstance(v, list) else v for name, v in values["settings"].items()
-    }
+    settings = {name: restored_value(value) for name, value in values["settings"].items()}
     own: Any = policy
     return (replace(own, **settings) if settings else policy), values["shared"]
 

@@ -76,7 +76,7 @@ def plan(  # noqa: PLR0913  each is one choice of the user
     sample_kwargs: Mapping[str, object] | None = None,
     budget_bytes: int | None = None,
     peak_bytes: int | None = None,
-    choices: Sequence[str] = ("few_bit", "division"),
+    choices: str | Sequence[str] = ("few_bit", "division"),
     block: int = 8,
     loss: sample.Loss | None = None,
 ) -> Plan:
@@ -111,7 +111,8 @@ def plan(  # noqa: PLR0913  each is one choice of the user
             with layers inside) keep their inputs alone and run again in the backward pass, and two
             that are not in ``CHOICES``: ``"offload"``, which lets the tensors of blocks lie in the
             host's memory until the backward pass, for a model on a GPU; and ``"compile"``, which
-            needs a C++ compiler, and minutes. These two do not go together.
+            needs a C++ compiler, and minutes. These two do not go together. One choice may be a text
+            alone.
         block: Edge of DIVISION's blocks.
         loss: Gives the loss of the model's output; None: the output's own ``loss``, the output if
             it is one number, otherwise a random sum of it.
@@ -227,7 +228,7 @@ def _device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _checked(choices: Sequence[str], device: torch.device) -> set[str]:
+def _checked(choices: str | Sequence[str], device: torch.device) -> set[str]:
     """Return the choices, all of which are known and can be had on the device."""
     wanted = {choices} if isinstance(choices, str) else set(choices)
     known = *CHOICES, OFFLOAD, COMPILE

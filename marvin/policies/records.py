@@ -27,6 +27,7 @@ __all__ = [
     "Step",
     "Update",
     "check_plain",
+    "plain_value",
     "restored",
     "word_length",
 ]
@@ -278,6 +279,14 @@ def restored(record: Any, values: Mapping[str, Any] | None) -> Any:
         return None
     names = [f.name for f in dataclasses.fields(record) if f.name in values]
     return dataclasses.replace(record, **{name: restored_value(values[name]) for name in names})
+
+
+def plain_value(value: object) -> Any:
+    """Return a value as ``dataclasses.asdict`` makes it of one in a record, formats as dictionaries."""
+    if type(value) is tuple:
+        return tuple(map(plain_value, value))
+    is_format = isinstance(value, (*_FORMATS, ActivationFormats))
+    return dataclasses.asdict(value) if is_format else value
 
 
 def restored_value(value: object) -> Any:

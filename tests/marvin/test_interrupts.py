@@ -258,7 +258,7 @@ def ending():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
     sgd = torch.optim.SGD(model.named_parameters(), lr=0.5)
-    policy = Halving(levels=(8, 32), patience=1, window=1)
+    policy = Halving(levels=(8, 12, 32), patience=1, window=1)
     optimizer = marvin.Quantized(sgd, policy)
     marvin.quantize_activations(model, optimizer)
     step_on(model, optimizer, 0)

@@ -407,6 +407,31 @@ def test_records_stay_of_one_class():
         steps(*own(type("Wrong", (Silent,), {"update": update})()), 1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Formatted(Silent):
+    """A policy whose hyper-parameters are formats."""
+
+    fmt: FixedPoint | None = None
+    later: tuple[FixedPoint | BlockFloat, ...] = ()
+    acts: ActivationFormats | None = None
+
+
+def test_hyper_parameters_that_are_formats_are_saved_as_plain_values():
+    """A file of such a state did not load with ``weights_only=True``."""
+    later, acts = (FixedPoint(5, 3), BlockFloat(6)), ActivationFormats(FixedPoint(7, 2))
+    model, optimizer = own(Formatted(FixedPoint(6, 2), later, acts))
+    optimizer.param_groups[0]["fmt"] = FixedPoint(9, 3)
+    steps(model, optimizer, 2)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other = own(Formatted())[1]
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert other.policy == optimizer.policy
+    for group in (other.param_groups[0], other.optimizer.param_groups[0]):
+        assert (group["fmt"], group["later"], group["acts"]) == (FixedPoint(9, 3), later, acts)
+
+
 def test_what_came_into_a_record_later_is_refused_when_it_is_saved():
     model, optimizer = of_value(0)
     steps(model, optimizer, 1)
