@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from operator import is_
-from typing import Any, Literal
+from typing import Literal
 from weakref import ref
 
 import torch
@@ -390,7 +390,7 @@ class Quantized(WithMasters, AskedByScaler):
         """
         self._check_groups()
         self._check_state()
-        before, lrs = self.lr_scale, [group.get("lr") for group in self.param_groups]
+        before, lrs = self.lr_scale, [group.get("lr", 0.0) for group in self.param_groups]
         now = Step(self._counts.step, self._seed, self.param_groups[0])
         with self.with_values():
             self._adopt_changed()
@@ -412,7 +412,7 @@ class Quantized(WithMasters, AskedByScaler):
                 self._scale_lrs(lrs, before)
                 raise
 
-    def _scale_lrs(self, lrs: Sequence[Any], before: float) -> None:
+    def _scale_lrs(self, lrs: Sequence[float | Tensor], before: float) -> None:
         """Give the groups the learning rates that they had at another ``lr_scale``, multiplied."""
         if self.lr_scale != before:
             for group, lr in zip(self.param_groups, lrs, strict=True):

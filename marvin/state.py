@@ -120,7 +120,7 @@ def packed_groups(state_dict: StateDict) -> StateDict:
     return {**state_dict, "param_groups": groups}
 
 
-def restored_groups(state_dict: Mapping[str, Any]) -> StateDict:
+def restored_groups(state_dict: StateDict) -> StateDict:
     """Return a state, the wrapped optimizer's in it too, whose groups have formats again."""
     groups = [
         {

@@ -281,7 +281,7 @@ def restored(record: Any, values: Mapping[str, Any] | None) -> Any:
     return dataclasses.replace(record, **{name: restored_value(values[name]) for name in names})
 
 
-def plain_value(value: object) -> Any:
+def plain_value(value: object) -> object:
     """Return a value as ``dataclasses.asdict`` makes it of one in a record, formats as dictionaries."""
     if type(value) is tuple:
         return tuple(map(plain_value, value))
