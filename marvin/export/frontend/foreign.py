@@ -26,7 +26,7 @@ def check_own(model: nn.Module, names: Iterable[str]) -> None:
 
     Raises:
         ExportError: Names the first that has a foreign hook, a ``forward`` of its own or a
-            parametrised weight.
+            parametrised weight, or is an embedding that writes to its weight.
     """
     for hook in [*global_forward_hooks()[0].values(), *global_forward_hooks()[1].values()]:
         if found := _foreign(hook):
@@ -46,6 +46,10 @@ def check_own(model: nn.Module, names: Iterable[str]) -> None:
             raise ExportError(
                 f"{shown} has a forward of its own, which is not exported: write it in a class"
             )
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            raise ExportError(
+                f"{shown}: an embedding must have max_norm=None, got {module.max_norm}"
+            )  # it writes to its weight
         if parametrize.is_parametrized(module):
             weights = ", ".join(getattr(module, "parametrizations", {}))
             raise ExportError(

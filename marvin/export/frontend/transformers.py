@@ -89,8 +89,6 @@ def _codes(
 def _embedding(builder: Builder, name: str, module: str, m: nn.Embedding, source: str) -> str:
     if source != builder.operations[0].name:
         raise ExportError(f"{module}: an embedding must take the network's input or constants")
-    if m.max_norm is not None:
-        raise ExportError(f"{module}: an embedding must have max_norm=None, got {m.max_norm}")
     weight = f"{module}.weight".lstrip(".")
     if weight not in builder.weights:
         raise ExportError(f"{weight} has no format: its layer stayed in floats")
