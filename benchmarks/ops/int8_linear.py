@@ -2,7 +2,7 @@
 
 As ``int8_training`` and ``int8_inference``: "ours" beside PyTorch's own; one element is one sample. BERT, GPT-2 and Llama,
 of transformers, have 4 layers of 256 features and 4 heads, or 2 of 768 and 12 as BERT-base has them; the two decoders have
-no cache, and no dropout. torch's encoder
+no cache, and no dropout. Whisper's encoder has the sizes of its smallest model, without dropout. torch's encoder
 has 4 layers of 256 features and 8 heads, or 2 of 768 and 12; ours is spelled, see ``marvin.spell_attention``. Rows say
 where there is dropout: of 0.1, as it is by default. Without transformers, or without timm and the torchvision that it
 needs, their rows are left out by name.
@@ -62,7 +62,7 @@ def _networks() -> dict[str, _Network]:
             (" of 768 features, 8 samples of 128 tokens", partial(_Encoder, 2, 768, 12), wide),
         )
     }
-    if (transformers := _imported("transformers", "BERT, GPT-2, Llama")) is not None:
+    if (transformers := _imported("transformers", "BERT, GPT-2, Llama, Whisper")) is not None:
         few, wide = torch.randint(1, 1000, (16, 64)), torch.randint(1, 1000, (8, 128))
         rest = transformers, 2, 768, 12
         for size, x in ((4, 256, 4), few), ((2, 768, 12), wide):
@@ -74,6 +74,9 @@ def _networks() -> dict[str, _Network]:
             "BERT of 768 features, 8 texts of 128 words": _Network(partial(_Bert, *rest), wide),
             "BERT of 768 features, 8 texts of 128 words, dropout": _Network(
                 partial(_Bert, *rest, dropout=0.1), wide
+            ),
+            "Whisper-tiny's encoder, 4 sounds of 5 s": _Network(
+                partial(_Whisper, transformers), torch.randn(4, 80, 500)
             ),
         }
     if (timm := _imported("timm", "vgg11, vit_small_patch16_224")) is not None:
@@ -174,3 +177,19 @@ class _Decoder(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Return logits, shape (samples, 10)."""
         return self.fc(self.body(input_ids=ids).last_hidden_state[:, -1])
+
+
+class _Whisper(nn.Module):
+    """Classes of sounds, by the encoder of Whisper's smallest model."""
+
+    def __init__(self, transformers: Any) -> None:
+        super().__init__()
+        sizes = {"d_model": 384, "encoder_layers": 4, "decoder_layers": 1}
+        sizes |= {"encoder_attention_heads": 6, "encoder_ffn_dim": 1536}
+        config = transformers.WhisperConfig(max_source_positions=250, **sizes)
+        self.body = transformers.WhisperModel(config).get_encoder()
+        self.fc = nn.Linear(384, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits, shape (samples, 10), of (samples, 80 frequencies, 500 frames of 10 ms)."""
+        return self.fc(self.body(x).last_hidden_state.mean(1))

@@ -12,11 +12,12 @@ from marvin.integer.nodes import asks_shape
 __all__ = ["let_attention_scale"]
 
 _PRODUCTS = operator.mul, torch.mul, "mul"
+_QUOTIENTS = operator.truediv, torch.div, "div"
 _VIEWS = "view", "reshape", "transpose", "permute", "unflatten", "contiguous"
 
 
 def let_attention_scale(graph: fx.Graph) -> None:
-    """Move powers of two by which queries are multiplied into attention's own scale, which has the same bits."""
+    """Move powers of two by which queries are multiplied or divided into attention's own scale, which has the same bits."""
     for node in [*graph.nodes]:
         scale = node.kwargs.get("scale")
         if node.target is not F.scaled_dot_product_attention or not isinstance(scale, int | float):
@@ -39,10 +40,13 @@ def _has_one_user(node: fx.Node) -> bool:
 
 
 def _scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
-    """Return what a node multiplies by a power of two, and that."""
-    if node.target not in _PRODUCTS or len(node.args) != 2 or node.kwargs:
+    """Return what a node multiplies or divides by a power of two, and by what it multiplies."""
+    if node.target not in (*_PRODUCTS, *_QUOTIENTS) or len(node.args) != 2 or node.kwargs:
         return None
-    values = [own for own in node.args if isinstance(own, fx.Node)]
-    numbers = [own for own in node.args if isinstance(own, float)]
-    is_power = len(numbers) == 1 and math.frexp(numbers[0])[0] == 0.5
-    return (values[0], numbers[0]) if is_power and len(values) == 1 else None
+    value, number = node.args
+    if node.target in _PRODUCTS and isinstance(value, float):
+        value, number = number, value
+    if not isinstance(value, fx.Node) or not isinstance(number, float):
+        return None
+    is_power = math.frexp(number)[0] == 0.5
+    return (value, number if node.target in _PRODUCTS else 1 / number) if is_power else None
