@@ -363,8 +363,7 @@ class Quantized(WithMasters, AskedByScaler):
             self._observe_next()
         except BaseException:  # else the next step would take half-written weights for the user's
             self._take_groups_back()
-            frozen = self._frozen()
-            self._write([p for p in self._masters if p not in frozen], Purpose.WEIGHTS)
+            self._write_trained(Purpose.WEIGHTS)
             self._observe_next()
             self._carriers.publish(self)
             raise
@@ -406,8 +405,7 @@ class Quantized(WithMasters, AskedByScaler):
                     self._carriers.publish(self)
                 self._scale_lrs(lrs, before)
             except BaseException:  # else weights, formats and rates would be of two epochs
-                frozen = self._frozen()
-                self._write([p for p in self._masters if p not in frozen], Purpose.INITIAL)
+                self._write_trained(Purpose.INITIAL)
                 self._carriers.publish(self)
                 self._scale_lrs(lrs, before)
                 raise
@@ -863,6 +861,11 @@ class Quantized(WithMasters, AskedByScaler):
     def _frozen(self) -> set[Tensor]:
         """Return the parameters that have masters and do not move."""
         return {p for p in self._masters if not p.requires_grad and p.grad is None}
+
+    def _write_trained(self, purpose: Purpose) -> None:
+        """Write all weights that move anew, after an interrupt that may have left some by half."""
+        frozen = self._frozen()
+        self._write([p for p in self._masters if p not in frozen], purpose)
 
     def _keep_formats(self, layers: set[Tensor]) -> None:
         """Let frozen parameters that have the formats of ``layers`` keep those: they change now."""

@@ -92,9 +92,9 @@ class InferenceRun(ChainRun):
 
     def _is_normalised_alike(self, x: Tensor) -> bool:
         """Say whether batch norm has the bits of a dense tensor; of a transposed one PyTorch rounds otherwise."""
-        if not any(own.source == INPUT and not own.name for own in self.chain.layers):
+        if x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last):
             return True
-        return x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
+        return not any(own.source == INPUT and not own.name for own in self.chain.layers)
 
     def _gathered(self) -> _Given:
         weights, norms, stamp = [], [], None

@@ -7,18 +7,15 @@ from torch import nn
 
 from fixedpoint_kernels import tokens
 from marvin.integer.graph import trace
+from tests.marvin import test_traced_shapes
 from tests.marvin.test_decoders import Decoder, check_twins
 from tests.marvin.test_token_fusion import Net, operations, same, twins
 
 pytestmark = pytest.mark.skipif(tokens.path() is None, reason="no path of tokens on this processor")
 
 
-class Asking(Net):
-    """A transformer that does something else where its code is told so."""
-
-    def __init__(self, ask):
-        super().__init__()
-        self.ask = ask
+class Asking(test_traced_shapes.Asking):
+    """A transformer that does something else for some dtypes."""
 
     def forward(self, x):
         y = self.norm(self.blocks(self.embed(x)))
