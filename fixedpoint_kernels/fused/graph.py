@@ -162,6 +162,7 @@ class Pooled(_Made):
         is_output: Whether it leaves the segment.
         is_mean: Whether it is the mean, to which the border adds zeros.
         is_flat: Whether it leaves as (images, channels); it has one place.
+        is_square: Whether the value must be as high as it is wide; see ``Graph.holds``.
     """
 
     source: int
@@ -170,6 +171,7 @@ class Pooled(_Made):
     is_output: bool = False
     is_mean: bool = False
     is_flat: bool = False
+    is_square: bool = False
 
 
 @dataclass(frozen=True)
@@ -350,6 +352,8 @@ class Segment:
             terms += [sizes[k] for k in value.values]
             if isinstance(value, Joined):
                 fit = fit and len({sizes[k][1:] for k in value.sources}) == 1
+            if isinstance(value, Pooled) and value.is_square:
+                fit = fit and sizes[value.source][1] == sizes[value.source][2]
             fit = fit and all(term == sizes[i] for term in terms)
             fit = fit and (not value.is_flat or sizes[i][1:] == (1, 1))
             fit = fit and (

@@ -19,11 +19,11 @@ from marvin.integer.nodes import (
     flattening,
     norm_of,
     plain,
-    pooling,
     repetition,
     returned,
     zeros_around,
 )
+from marvin.integer.pools import pooling
 
 __all__ = ["Chain", "Found", "find"]
 

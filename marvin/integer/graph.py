@@ -28,6 +28,7 @@ from marvin.integer.nodes import (
     is_needed,
 )
 from marvin.integer.notes import Plain, is_all_noted
+from marvin.integer.pools import let_windows_be_whole
 from marvin.integer.scales import let_attention_scale
 from marvin.integer.sizes import Assumed, Sizes, put_in
 from marvin.integer.surroundings import Surroundings, names_of, tensors_of
@@ -286,6 +287,7 @@ def trace(
         return "its forward does other things at each call"
     drop_assertions(graph)
     let_attention_scale(graph)
+    let_windows_be_whole(graph)
     sizes, dtypes = tracers[0].sizes, tracers[0].dtypes
     put_in(graph, sizes.answers | dtypes.answers)
     if any(changes_shared(node, module) for node in graph.nodes):

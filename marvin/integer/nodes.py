@@ -1,7 +1,6 @@
 """What single nodes of a traced model do to images: activations, pooling, means, flattening."""
 
 import inspect
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +12,6 @@ from torch import Tensor, fx, nn
 from fixedpoint_kernels._torch_private import ASSERT
 from fixedpoint_kernels.forward_save.known import Known, known
 from fixedpoint_kernels.functions import CURVES, Curve
-from fixedpoint_kernels.fused import INPUT, MOST_TAPS, Pooled
-from fixedpoint_kernels.products.shapes import Window
 from marvin.integer.layers import IntegerLinear
 
 __all__ = [
@@ -32,7 +29,6 @@ __all__ = [
     "is_rms_norm",
     "norm_of",
     "plain",
-    "pooling",
     "repetition",
     "returned",
     "zeros_around",
@@ -48,8 +44,6 @@ _CURVES: dict[object, str] = {
     nn.LeakyReLU: "leaky_relu", F.leaky_relu: "leaky_relu",
 }  # fmt: skip
 _GELUS: dict[object, str] = {"none": "gelu", "tanh": "gelu_tanh"}
-_LARGEST = F.max_pool2d, torch.max_pool2d
-_MEANS = torch.mean, "mean"
 _JOINS = torch.cat, torch.concat, torch.concatenate
 _MOST_TIMES = 32  # up to there, PyTorch's own float32 numbers of places are exact
 _FLATTENS = torch.flatten, "flatten"
@@ -233,72 +227,6 @@ def norm_of(node: fx.Node, module: nn.Module) -> tuple[str, list[fx.Node]] | Non
     return name, [own for own in dict.fromkeys(nodes) if len(own.users) == 1]
 
 
-def pooling(node: fx.Node, module: nn.Module) -> Pooled | None:
-    """Return what a node pools, if chains can; its source is not known yet."""
-    if len(node.all_input_nodes) != 1:
-        return None
-    if node.op == "call_module":
-        return _of_module(module.get_submodule(str(node.target))) if plain(node) else None
-    if node.target is operator.getitem:
-        return _every(node.args[1])
-    args = node.args[1:]
-    options = {name: value for name, value in node.kwargs.items() if name != "input"}
-    if any(isinstance(value, fx.Node) for value in (*args, *options.values())):
-        return None
-    if node.target in _LARGEST:
-        return _of_module(nn.MaxPool2d(*args, **options))  # pyright: ignore[reportArgumentType]
-    if node.target is F.avg_pool2d:
-        return _of_module(nn.AvgPool2d(*args, **options))  # pyright: ignore[reportArgumentType]
-    if node.target is F.adaptive_avg_pool2d:
-        return _of_module(nn.AdaptiveAvgPool2d(*args, **options))  # pyright: ignore[reportArgumentType]
-    return _mean(*args, **options) if node.target in _MEANS else None
-
-
-def _of_module(own: nn.Module) -> Pooled | None:
-    if type(own) is nn.AdaptiveAvgPool2d:
-        return _of_all() if own.output_size in (1, (1, 1), [1, 1]) else None
-    if type(own) is nn.AvgPool2d:
-        border = own.padding in (0, (0, 0)) or own.count_include_pad
-        fits = border and not own.ceil_mode and own.divisor_override is None
-    elif type(own) is nn.MaxPool2d:
-        fits = _pair(own.dilation) == (1, 1) and math.prod(_pair(own.kernel_size)) <= MOST_TAPS
-        fits = fits and not own.ceil_mode and not own.return_indices
-    else:
-        return None
-    pairs = own.kernel_size, own.stride or own.kernel_size, own.padding
-    kernel, stride, padding = map(_pair, pairs)
-    is_mean = type(own) is nn.AvgPool2d and kernel != (1, 1)
-    return Pooled(INPUT, kernel, Window(stride, padding), is_mean=is_mean) if fits else None
-
-
-def _every(index: object) -> Pooled | None:
-    """Return what takes every so manieth row and column, ``x[:, :, ::2, ::2]``: windows of one place."""
-    parts: tuple[object, ...] = index if isinstance(index, tuple) else (index,)
-    if (left := 4 - len(parts) + parts.count(...)) >= 0 and parts.count(...) == 1:
-        i = parts.index(...)
-        parts = *parts[:i], *[slice(None)] * left, *parts[i + 1 :]
-    slices = [own for own in parts if isinstance(own, slice)]
-    if not len(slices) == len(parts) == 4:
-        return None
-    is_whole = all(own.start in (None, 0) and own.stop is None for own in slices)
-    samples, channels, down, across = (own.step or 1 for own in slices)
-    if not is_whole or (samples, channels) != (1, 1):
-        return None
-    steps = isinstance(down, int) and isinstance(across, int)
-    return Pooled(INPUT, (1, 1), Window((down, across))) if steps else None
-
-
-def _of_all(is_flat: bool = False) -> Pooled:
-    return Pooled(INPUT, None, Window(), is_mean=True, is_flat=is_flat)
-
-
-def _mean(dim: Any = None, keepdim: Any = False, **others: Any) -> Pooled | None:
-    """Return the mean over all places, if these arguments of ``torch.mean`` say so."""
-    if others or not isinstance(dim, tuple | list) or len(dim) != 2:
-        return None
-    return _of_all(is_flat=not keepdim) if {d % 4 for d in dim} == {2, 3} else None
-
-
 def concatenation(node: fx.Node) -> list[fx.Node] | None:
     """Return the nodes whose channels stand side by side, if that is what a node does."""
     if node.target not in _JOINS:
@@ -406,7 +334,3 @@ def _number_of_images(size: fx.Node, user: fx.Node) -> tuple[fx.Node, ...] | Non
     if not known or not alone or any(own.kwargs for own in nodes):
         return None
     return tuple(nodes) if nodes[0].args[0] is user.args[0] else None
-
-
-def _pair(number: int | tuple[int, int]) -> tuple[int, int]:
-    return (number, number) if isinstance(number, int) else (number[0], number[1])

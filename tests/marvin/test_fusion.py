@@ -31,10 +31,10 @@ from marvin.integer.nodes import (
     concatenation,
     curve_of,
     flattening,
-    pooling,
     repetition,
     zeros_around,
 )
+from marvin.integer.pools import let_windows_be_whole, mean_of_sides, pooling
 from marvin.model_formats import encode_formats
 from marvin.policies.observer import Observer, inputs_of
 from marvin.rounder import channels_of, formats_of
@@ -1656,6 +1656,10 @@ MEANS = {
     "function": lambda x: torch.mean(x, dim=[-1, -2], keepdim=True).flatten(1),
     "windows": lambda x: F.avg_pool2d(x, (8, 8)).flatten(1),
     "parts": lambda x: F.avg_pool2d(x, 3, 2, 1).mean((2, 3)),
+    "as wide": lambda x: F.avg_pool2d(x, x.size()[3]).flatten(1),
+    "as high": lambda x: F.avg_pool2d(input=x, kernel_size=x.shape[-2]).flatten(1),
+    "as large": lambda x: F.avg_pool2d(x, x.size()[2:]).flatten(1),
+    "both sides": lambda x: F.avg_pool2d(x, (x.size(2), x.size(-1))).flatten(1),
 }
 
 
@@ -1680,6 +1684,56 @@ def test_means_are_part_of_chains(how):
     assert (own(x) - other(x)).norm() < 0.01 * other(x).norm()
     for a, b in zip(gradients(own, x, y), gradients(other, x, y), strict=True):
         assert (a - b).norm() < 0.02 * b.norm()
+
+
+@pytest.mark.parametrize("size", [(8, 8), (4, 8), (9, 4)])
+@pytest.mark.parametrize("how", ["as wide", "as large"])
+@pytest.mark.parametrize("infers", [False, True])
+def test_windows_as_large_as_images_of_any_sides(how, size, infers):
+    """Square windows make a chain of square images alone; of others they take the part that PyTorch's take."""
+
+    class Pools(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 16, 3, padding=1)
+
+        def forward(self, x):
+            return MEANS[how](torch.relu(self.b(torch.relu(self.a(x)))))
+
+    own, other = pair(Pools())
+    x = torch.randn(5, 3, *size, generator=torch.Generator().manual_seed(0))
+    if infers:
+        own, other = marvin.freeze(own.eval()), marvin.freeze(other.eval())
+    try:
+        wanted = other(x)
+    except RuntimeError:  # windows are wider than the image is high
+        with pytest.raises(RuntimeError, match="too small"):
+            own(x)
+        return
+    found = own(x)
+    assert found.shape == wanted.shape
+    assert (found - wanted).norm() < 0.01 * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda x: F.avg_pool2d(x, x.shape[0]),
+        lambda x: F.avg_pool2d(x, x.shape[1:3]),
+        lambda x: F.avg_pool2d(x, x.size(3), 1),
+        lambda x: F.avg_pool2d(x, (x.size(2), 1)),
+        lambda x: F.avg_pool2d(x, torch.relu(x).size(3)),
+        lambda x: F.max_pool2d(x, x.size(3)),
+    ],
+)
+def test_windows_of_other_sizes_are_left(how):
+    class Called(nn.Module):
+        def forward(self, x):
+            return how(x)
+
+    graph = fx.symbolic_trace(Called()).graph
+    let_windows_be_whole(graph)
+    assert mean_of_sides not in [node.target for node in graph.nodes]
 
 
 def test_the_policy_sees_the_shapes_of_layers():
