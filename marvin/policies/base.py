@@ -20,6 +20,7 @@ from marvin.policies.records import (
     Step,
     Update,
     check_plain,
+    comes_back,
     restored,
     word_length,
 )
@@ -259,6 +260,13 @@ def check_policy(policy: object) -> None:
         raise TypeError(
             f"rules of {type(policy).__name__} must be Rules, got {policy.rules!r:.60}: write "
             "rules = marvin.policies.Rules(...) in the class"
+        )
+    own = dataclasses.fields(policy) if dataclasses.is_dataclass(policy) else ()
+    if wrong := [f.name for f in own if not f.init or not comes_back(getattr(policy, f.name))]:
+        raise TypeError(
+            f"hyper-parameters of {type(policy).__name__} must come back from a state as they are, got "
+            f"{', '.join(wrong)}: write tuples for lists, a property for what follows from other fields "
+            "(init=False), and in dictionaries other keys than fmt, fl and wl"
         )
 
 

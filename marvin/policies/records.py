@@ -27,6 +27,7 @@ __all__ = [
     "Step",
     "Update",
     "check_plain",
+    "comes_back",
     "plain_value",
     "restored",
     "word_length",
@@ -262,6 +263,13 @@ def _is_saved(value: object) -> bool:
         is_plain = all(type(k) is str and type(v) in _NUMBERS for k, v in value.items())
         return is_plain and not _is_format(value)
     return type(value) in _NUMBERS + _FORMATS
+
+
+def comes_back(value: object) -> bool:
+    """Say whether a state gives a hyper-parameter back as it is: lists come as tuples, some dictionaries as formats."""
+    if isinstance(value, list | tuple):
+        return isinstance(value, tuple) and all(map(comes_back, value))
+    return not isinstance(value, Mapping) or not _is_format(value)
 
 
 def _is_format(values: Mapping[str, object]) -> bool:

@@ -432,6 +432,26 @@ def test_hyper_parameters_that_are_formats_are_saved_as_plain_values():
         assert (group["fmt"], group["later"], group["acts"]) == (FixedPoint(9, 3), later, acts)
 
 
+@pytest.mark.parametrize(
+    "value", [[1, 2], ([1],), {"wl": 8}, {"fl": 4, "other": 1}, ({"fmt": 1},)], ids=str
+)
+def test_hyper_parameters_that_would_not_come_back_are_refused_at_once(value):
+    """A state gave tuples for lists, and did not load where a dictionary looked like a format."""
+    with pytest.raises(TypeError, match=r"hyper-parameters of Formatted .* got later: write tuples"):
+        own(Formatted(later=value))
+
+
+def test_hyper_parameters_that_no_constructor_takes_are_refused_at_once():
+    """States of such policies did not load."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Counts(Silent):
+        bits: int = dataclasses.field(default=8, init=False)
+
+    with pytest.raises(TypeError, match=r"hyper-parameters of Counts .* got bits: .* a property"):
+        own(Counts())
+
+
 def test_what_came_into_a_record_later_is_refused_when_it_is_saved():
     model, optimizer = of_value(0)
     steps(model, optimizer, 1)
