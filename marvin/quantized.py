@@ -39,7 +39,7 @@ from marvin.compact_moves import moves_of_compact
 from marvin.display import listed
 from marvin.gradients import Gradients, by_layer, complete, gather, nonfinite, read
 from marvin.layers import count_known, held_by, is_layer, layout_of
-from marvin.masters import Counts, WithMasters
+from marvin.masters import Counts
 from marvin.noise import Purpose, stream
 from marvin.plans import Plans
 from marvin.policies.base import (
@@ -69,6 +69,7 @@ from marvin.settings import (
 from marvin.sgd import keep_momenta, moves_of
 from marvin.shards import is_sharded, local, locals_of
 from marvin.warned import warn_user
+from marvin.watched import WatchesWeights
 from marvin.wrappers import for_wrappers, unwrapped
 
 __all__ = ["Quantized"]
@@ -80,7 +81,7 @@ _LOOK = 100  # steps between two looks at what is clamped
 
 
 @for_wrappers
-class Quantized(WithMasters, AskedByScaler):
+class Quantized(WatchesWeights, AskedByScaler):
     """Let any optimizer train a model whose weights are quantised as a policy decides.
 
     The wrapped optimizer is built from the model's parameters as always. From then on its step
