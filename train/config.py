@@ -110,7 +110,7 @@ class Config:
 
     ema: float = option(
         0.0,
-        "evaluate the moving average of masters, of which a step keeps so much, such as .999; 0: off",
+        "evaluate the moving average of masters, of which a step keeps so much, such as 0.999; 0: off",
     )
 
     optimizer: str = option("msgd", "msgd: fixed point; sgd: float32, to compare", "msgd", "sgd")
