@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fixedpoint_kernels import FixedPoint, Minifloat, quantize
+from marvin.export import load_frozen, weight_formats
 from train.arguments import parse
 from train.config import Config
 
@@ -33,7 +34,7 @@ def test_no_block_hides_behind_another_spelling():
         text = page.read_text()
         assert len(PYTHON.findall(text)) == len(re.findall(r"``` ?py", text, re.IGNORECASE)), page
         for code in re.findall(r"~~~python\n(.*?)~~~", text, re.DOTALL):
-            assert re.search(r"(import|from) (accelerate|lightning|transformers)", code), page
+            assert re.search(r"(import|from) (accelerate|lightning|peft|transformers)", code), page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -46,6 +47,15 @@ def test_the_first_example_prints_a_format(capsys):
     assert code is not None
     exec(compile(code[1], "README.md", "exec"), {})
     assert "0.weight" in capsys.readouterr().out
+
+
+def test_the_example_that_leads_to_an_export_ends_at_bytes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, *_ = PYTHON.findall((ROOT / "docs/deploy.md").read_text())
+    exec(compile(code, "deploy.md", "exec"), {"__name__": "__main__"})
+    formats = weight_formats(load_frozen("net.pt"))
+    assert {*formats} == {"0.weight", "2.weight"}
+    assert all(fmt.wl <= 8 for fmt in formats.values())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

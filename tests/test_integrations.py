@@ -74,5 +74,18 @@ def test_the_recipe_of_forward_save_keeps_the_noise(package, tmp_path, monkeypat
     assert now == (kept | {"count": 2 * kept["count"]} if package == "lightning" else kept)
 
 
+@pytest.mark.filterwarnings("ignore")  # those packages' own
+def test_the_adapters_of_peft_are_read_with_their_formats(tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    (code,) = (block for block in BLOCKS if re.search(r"^import peft\b", block, re.M))
+    names = {"__name__": "__main__"}
+    exec(compile(code, PAGE.name, "exec"), names)
+    merged, fixed = names["merged"](names["x"]), names["fixed"](names["x"])
+    assert names["loss"] < 0.3
+    assert all(fmt.wl <= 8 for fmt in names["optimizer"].formats().values())
+    assert (fixed.argmax(1) == merged.argmax(1)).float().mean() > 0.95
+
+
 def test_each_example_is_of_a_package():
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
