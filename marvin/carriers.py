@@ -230,7 +230,7 @@ class Carriers:
         if found := found - self.unseen:
             self.unseen |= found
             warn_user(
-                "inputs of layers in eval mode are not measured, so their formats do not change, and "
+                "inputs of layers in eval mode are not observed, so their formats do not change, and "
                 f"before they have one they stay float32: {listed(sorted(found))}; call model.train()"
             )
 

@@ -345,7 +345,7 @@ def _with_scaler(shared: Window) -> Window:
     if scaler is None or not scaler.is_enabled() or scaler.get_scale() == 1:
         return shared
     warn_user(
-        "the loss budget measures gradients of inputs while a gradient scaler multiplies them: word lengths of "
+        "the loss budget observes gradients of inputs while a gradient scaler multiplies them: word lengths of "
         "inputs come out too long; use bfloat16 without a scaler, or StaticPolicy"
     )
     return replace(shared, was_scaled=True)

@@ -176,7 +176,7 @@ def test_a_loss_budget_says_what_it_lacks():
     optimizer.step(loss=1.0)
     net.eval()(torch.ones(2, 4)).sum().backward()
     refused = pytest.raises(ValueError, match=r"got no samples.*model\.train\(\).*batch_size=")
-    with pytest.warns(UserWarning, match="layers in eval mode are not measured"), refused:
+    with pytest.warns(UserWarning, match="layers in eval mode are not observed"), refused:
         optimizer.step(loss=1.0)
 
 
