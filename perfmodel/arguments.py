@@ -11,16 +11,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
-__all__ = ["Parser", "encodable", "give_up_output", "message_of", "reader_may_leave", "real"]
-__all__ += ["stop", "stop_at_interrupt", "version", "whole"]
+__all__ = ["Parser", "encodable", "give_up_output", "message_of", "open_closed_output"]
+__all__ += ["reader_may_leave", "real", "stop", "stop_at_interrupt", "version", "whole"]
 
 INTERRUPTED = 130  # 128 and the number of SIGINT
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of which a flag must be written out, and whose errors are one line, not the usage."""
+    """A parser of which a flag must be written out, and whose errors are one line, not the usage.
+
+    What every command reads its arguments with; from then on there is an output.
+    """
 
     def __init__(self, prog: str, description: str = "", epilog: str = ""):
         super().__init__(
@@ -31,6 +34,11 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         self.add_argument("--version", action="version", version=version())
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``argparse``; ``parse_args`` calls this, too."""
+        open_closed_output()
+        return super().parse_known_args(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         """End the process with status 2."""
@@ -46,8 +54,14 @@ def version() -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of an error as one line without control characters, whatever is in it."""
-    text = "".join(c if c.isprintable() else " " for c in str(error))
+    """Return the message of an error as one line without control characters, whatever is in it.
+
+    An error of the system that names no file is the output's, a log on a full disk, for example.
+    """
+    words = str(error)
+    if isinstance(error, OSError) and error.strerror and error.filename is None:
+        words = f"what is printed must go where it can be written, got: {error.strerror}"
+    text = "".join(c if c.isprintable() else " " for c in words)
     return " ".join(text.split()) or type(error).__name__
 
 
@@ -69,6 +83,17 @@ def stop_at_interrupt() -> None:
     sys.excepthook = tell
 
 
+def open_closed_output() -> None:
+    """Let what is printed go nowhere where the caller has closed stdout or stderr (``2>&-``).
+
+    Python has None there, which some code takes for a file.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            setattr(sys, name, open(nowhere, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
 def give_up_output() -> None:
     """Let what is printed from here on go nowhere, and what waits to be: nobody reads it any more."""
     with open(os.devnull, "w") as nowhere:
@@ -87,6 +112,10 @@ def reader_may_leave() -> Iterator[None]:
     except BrokenPipeError:
         give_up_output()
         sys.exit(1)
+    except OSError as error:
+        if error.filename is None:  # the output's: what waits to be written would fail once more
+            give_up_output()
+        raise
 
 
 def encodable(text: str) -> str:

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with reader_may_leave():
             print(encodable(table(given.runs)))
-    except UserError as error:
+    except (UserError, OSError) as error:
         sys.exit(f"python -m train.table: error: {message_of(error)}")
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from marvin.export.deployed import Deployed, Options
+from marvin.export.errors import ExportError
 from marvin.export.execute import integer
 from marvin.export.report import Trained, layer_rows, proof_lines, size_line, table
 from marvin.export.targets.hls4ml import Hardware
@@ -97,12 +98,19 @@ def _tell(trained: Trained, out: Path, written: Written) -> None:
 
 
 def _say(*lines: str) -> None:
-    """Print lines; where nobody reads them any more, the export goes on without a word."""
+    """Print lines; where nobody reads them any more, the export goes on without a word.
+
+    Raises:
+        ExportError: They cannot be written: the disk of a log is full, for example.
+    """
     try:
         print(*lines, sep="\n", flush=True)
-    except BrokenPipeError:
+    except OSError as error:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            required = "what is printed must go where it can be written"
+            raise ExportError(f"{required}, got: {error.strerror}") from error
 
 
 def _write(

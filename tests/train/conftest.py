@@ -47,6 +47,15 @@ def unread(monkeypatch):
 
 
 @pytest.fixture
+def full():
+    """Return an output whose disk is full."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs a device that is always full")
+    with open("/dev/full", "w") as output:
+        yield output
+
+
+@pytest.fixture
 def prepare():
     """Make the training of a configuration, nothing written yet."""
 

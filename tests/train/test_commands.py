@@ -14,7 +14,7 @@ from fixedpoint_kernels import forward_save
 from fixedpoint_kernels.few_bit.activations import ENTRIES
 from marvin.export import arguments
 from marvin.export.targets import write
-from perfmodel.arguments import stop_at_interrupt
+from perfmodel.arguments import Parser, open_closed_output, stop_at_interrupt
 from train import commands
 from train.config import ACTIVATIONS, DIVISION_METHODS
 
@@ -95,6 +95,34 @@ def test_other_errors_keep_their_traceback(monkeypatch):
     error = ValueError("too few")
     sys.excepthook(ValueError, error, None)
     assert told == [(ValueError, error, None)]
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_closed_output_takes_what_is_printed(name, monkeypatch):
+    """``2>&-``: Python has None there, which some code takes for a file."""
+    monkeypatch.setattr(sys, name, None)
+    Parser("train").parse_args([])
+    print("to nowhere", file=getattr(sys, name), flush=True)
+    assert not getattr(sys, name).isatty()
+
+
+def test_an_output_that_is_there_stays():
+    before = sys.stdout, sys.stderr
+    open_closed_output()
+    assert (sys.stdout, sys.stderr) == before
+
+
+def test_a_log_on_a_full_disk_is_one_line(full):
+    done = subprocess.run(
+        [sys.executable, "-m", "perfmodel", "tables"],
+        cwd=ROOT,
+        stdout=full,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    required = "what is printed must go where it can be written, got: No space left on device"
+    assert (done.returncode, done.stderr) == (1, f"python -m perfmodel: error: {required}\n")
 
 
 def test_no_command_is_left_out():

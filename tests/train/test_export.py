@@ -1,5 +1,6 @@
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,6 +49,14 @@ def run(tmp_path_factory):
 
 def export(run, *words):
     main([str(run), *words])
+
+
+def test_a_log_on_a_full_disk_is_one_line(run, full, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", full)
+    with pytest.raises(SystemExit) as caught:
+        export(run, "--to", "c")
+    required = "what is printed must go where it can be written, got: No space left on device"
+    assert caught.value.code == f"python -m train.export: error: {required}"
 
 
 @pytest.mark.parametrize("target", ["packed", "onnx"])

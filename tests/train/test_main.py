@@ -2,6 +2,7 @@ import errno
 import json
 import logging
 import os
+import sys
 import threading
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import torch
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from fixedpoint_kernels import products
-from train import demo
+from train import demo, table
 from train import main as main_module
 from train.main import choose_device, main, print_log, round_onednn
 from train.monitor import errors_once
@@ -58,6 +59,20 @@ def test_a_run_prints_its_epochs_and_a_summary(tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         train(*words.split(), "--run", str(folder))
     assert "holds a run: add --resume" in str(caught.value.code)
+
+
+def test_a_run_whose_outputs_are_closed_trains(tmp_path, monkeypatch):
+    """As of a service: ``python -m train.resnet20 ... >&- 2>&-``."""
+    folder = tmp_path / "run"
+    words = "--dataset digits --width 2 --limit 40 --batch-size 20 --epochs 1"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        patch.setattr(sys, "stderr", None)
+        train(*words.split(), "--run", str(folder))
+    assert (folder / "result.json").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        table.main([str(folder)])
 
 
 def test_auto_takes_the_gpu_where_there_is_one():

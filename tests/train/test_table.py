@@ -46,3 +46,12 @@ def test_an_output_in_ascii_has_plus_and_minus(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", output)
     main([str(run) for run in runs])
     assert b"| 91.00 +- 1.00 | 17.00 +- 1.00 |" in output.buffer.getvalue()
+
+
+def test_a_log_on_a_full_disk_is_one_line(tmp_path, full, monkeypatch):
+    run = finished(tmp_path / "m", 0.9, 16.0)
+    monkeypatch.setattr(sys, "stdout", full)
+    with pytest.raises(SystemExit) as caught:
+        main([str(run)])
+    required = "what is printed must go where it can be written, got: No space left on device"
+    assert caught.value.code == f"python -m train.table: error: {required}"
