@@ -35,6 +35,7 @@ class Monitor:
 
     def __init__(self, training: Training):
         next_step = training.progress.total_steps + 1
+        self._is_cut = training.progress.step > 0  # counts of this epoch's begin are lost
         self._folder = training.folder.tensorboard
         with _written(self._folder):
             self._writer = SummaryWriter(str(self._folder), purge_step=next_step, flush_secs=10)
@@ -134,13 +135,16 @@ class Monitor:
         if self._bar is not None:
             self._bar.close()
         step = training.progress.total_steps
+        if isinstance(training.optimizer, marvin.Quantized):  # an epoch's end may change formats
+            self._formats(training.optimizer, step)
         for part in ("train", "validation"):
             for what in ("loss", "accuracy"):
                 self._scalar(f"{what}/{part}", row[f"{part}_{what}"], step)
         self._scalar("lr", row["lr"], step)
         if training.activations is not None:
             for layer, share in training.activations.saturation().items():
-                self._scalar(f"saturation/{layer}", share, step)
+                self._scalar(f"saturation/{layer}", None if self._is_cut else share, step)
+        self._is_cut = False
         self._scalar("images_per_s", images_per_s, step)
         self.flush()
         skipped = training.skipped_steps

@@ -48,8 +48,10 @@ def assert_same_run(got: Path, want: Path) -> None:
             assert (got / name).read_bytes() == (want / name).read_bytes(), name
 
 
-def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def curves(folder: Path, *, saturation: bool = False) -> dict[str, list[tuple[int, float]]]:
     """Return every TensorBoard curve that is a function of the seed.
+
+    Those of saturation lack epochs that were resumed in the middle, and are left out by default.
 
     Files are read in the order of their names, which end in a number without leading zeros: within
     one second of one process 10 comes before 9. Hence links whose names are in order.
@@ -62,7 +64,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
         events.Reload()
     found = defaultdict(list)
     for tag in events.Tags()["scalars"]:
-        if tag != "images_per_s" and not tag.startswith("saturation"):
+        if tag != "images_per_s" and (saturation or not tag.startswith("saturation")):
             found[tag] = [(event.step, event.value) for event in events.Scalars(tag)]
     return dict(found)
 
@@ -84,6 +86,40 @@ def test_stopped_in_any_step_and_resumed(run, tiny, tmp_path, monkeypatch, optim
         run(config)
         assert_same_run(folder, tmp_path / "whole")
         assert curves(folder) == whole
+
+
+@pytest.mark.parametrize("epochs", [2, 4])
+def test_switches_of_an_epochs_end_are_drawn_where_the_run_goes_on_from_there(
+    run, tiny, tmp_path, monkeypatch, epochs
+):
+    monkeypatch.setattr("marvin.policies.muppet.threshold", lambda epoch: 0.5)
+    tiny = dataclasses.replace(
+        tiny, policy="muppet", normalize_gradients=False, epochs=4, limit=60, width=2, lr=0.01
+    )
+    run(dataclasses.replace(tiny, run=str(tmp_path / "whole")))
+    run(dataclasses.replace(tiny, run=str(tmp_path / "longer"), epochs=epochs))
+    run(dataclasses.replace(tiny, run=str(tmp_path / "longer"), resume=True))
+    whole = curves(tmp_path / "whole", saturation=True)
+    assert [value for _, value in whole["word_length/conv.weight"]][-1] > 8
+    assert curves(tmp_path / "longer", saturation=True) == whole
+
+
+def test_the_saturation_of_an_epoch_is_of_all_its_steps(run, tiny, tmp_path, monkeypatch):
+    """What was clamped before the stop is not counted any more."""
+    tiny = dataclasses.replace(tiny, batch_size=16, buffer_bits=1)
+    run(dataclasses.replace(tiny, run=str(tmp_path / "whole")))
+    config = dataclasses.replace(tiny, run=str(tmp_path / "stopped"))
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", stop_after(15, loop.train_step))  # of 30
+        with pytest.raises(Stop):
+            run(config)
+    run(dataclasses.replace(config, resume=True))
+    whole = curves(tmp_path / "whole", saturation=True)
+    names = [name for name in whole if name.startswith("saturation/")]
+    assert max(value for name in names for _, value in whole[name]) > 0
+    stopped = curves(tmp_path / "stopped", saturation=True)
+    for name in names:
+        assert stopped[name] == [whole[name][0], whole[name][2]]
 
 
 @pytest.mark.parametrize("function", ["save_tables", "save_timing", "end_epoch"])
