@@ -12,7 +12,7 @@ script. Where runs are missing, the section says so.
 from pathlib import Path
 
 from benchmarks.experiments import EXPERIMENTS, PLAIN, Experiment
-from perfmodel.arguments import Parser, message_of, real, whole
+from perfmodel.arguments import Parser, encodable, message_of, real, whole
 
 PARSER = Parser(
     "python -m benchmarks.reproduce",
@@ -66,6 +66,7 @@ from benchmarks.comparison import (
     slug,
     table,
 )
+from marvin.files import write_atomic
 from perfmodel.files import CONFIG, ENVIRONMENT, RunError, read_json
 from train.plot import LABELS
 
@@ -95,11 +96,11 @@ def _reproduce(argv: Sequence[str]) -> None:
     go_on(chosen, arguments.model, arguments.epochs, arguments.minutes)
     finished = finished_runs(experiment, runs, arguments.epochs)
     section = write_section(experiment, finished, arguments, _command(argv), _machine(runs))
-    print(section)
+    print(encodable(section))
     if arguments.results:
         section += _picture(experiment, finished, arguments, name)
-        text = arguments.results.read_text() if arguments.results.exists() else ""
-        arguments.results.write_text(put(text, name, section))
+        text = arguments.results.read_text(encoding="utf-8") if arguments.results.exists() else ""
+        write_atomic(arguments.results, put(text, name, section))
 
 
 def plan(

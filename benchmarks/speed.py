@@ -81,8 +81,8 @@ class Row:
 def main() -> None:
     """Run the command line."""
     PARSER.parse_args()
-    PAGE.write_text(page(PAGE.read_text()))
-    README.write_text(readme(README.read_text()))
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    README.write_text(readme(README.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def page(text: str) -> str:

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,12 +96,19 @@ def read_text(path: Path) -> str:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write ``content`` to ``path`` at once; a link there is replaced, what it names stays."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    """Write ``content`` to ``path`` at once; a link there is replaced, what it names stays.
+
+    Raises:
+        OSError: It cannot be written; ``path`` is named.
+    """
+    # a name of its own: in containers process ids repeat, and what a kill left is another's
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("xb") as file:
             file.write(content)
         os.replace(temporary, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 

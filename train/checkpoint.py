@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -24,6 +25,14 @@ __all__ = ["load"]
 CODES = SUFFIXES[0]
 OF_THE_SCHEDULE = "best", "num_bad_epochs", "cooldown_counter", "last_epoch"
 SINCE_VERSION_2 = "left_out", "switch_steps"
+# of what a policy shares; states of version 2 have the other names since they have any
+LATER_SHARED = "lr", "highest_lr", "was_negative", "was_missed", "was_scaled", "begun"
+# of the metrics of an epoch: smallest, largest
+RANGES = {
+    **dict.fromkeys(("train_accuracy", "validation_accuracy"), (0.0, 1.0)),
+    "mean_word_length": (0.0, 32.0),
+    "lr": (0.0, sys.float_info.max),
+}
 FREE = "lr", "initial_lr", "batch_size"  # settings that may differ from those the run began with
 
 
@@ -95,10 +104,22 @@ def _check_policy(want: Mapping[str, Any], common: Mapping[str, Any]) -> None:
         for name, value in want["settings"].items():
             if saved["settings"].get(name, value) != value:
                 raise ValueError(f"{name} is {shown(saved['settings'][name])}, not {shown(value)}")
-        common = saved["shared"] or {}
+        common = _checked_shared(want["shared"], saved["shared"])
     level = common.get("level", "min")
     if isinstance(level, str) and level not in get_args(Level):
         raise ValueError(f"its level is {shown(level)}")
+
+
+def _checked_shared(
+    want: Mapping[str, Any] | None, got: Mapping[str, Any] | None
+) -> Mapping[str, Any]:
+    """Return what a policy shares; refuse one with other names, or with numbers that no run has."""
+    own, theirs = want or {}, got or {}
+    check_names("policy.shared", own, {**{n: 0 for n in LATER_SHARED if n in own}, **theirs})
+    for name, value in theirs.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"policy.shared.{name} must be a finite number, got {value}")
+    return theirs
 
 
 def _check_progress(training: Training, got: Mapping[str, Any]) -> None:
@@ -118,10 +139,16 @@ def _check_progress(training: Training, got: Mapping[str, Any]) -> None:
         raise ValueError(f"it has {got['correct']} right of {got['seen']} of {images} images")
     if len(got["rows"]) != got["epoch"]:
         raise ValueError(f"it has metrics of {len(got['rows'])} of {got['epoch']} epochs")
-    for row in got["rows"]:
+    for epoch, row in enumerate(got["rows"], start=1):
         check_names("metrics", dict.fromkeys(COLUMNS), row)
         known = {name: value for name, value in row.items() if value is not None}
         check_alike("metrics", dict.fromkeys(known, 0.0), known)
+        if (row["epoch"], row["step"]) != (epoch, epoch * training.steps):
+            raise ValueError(f"metrics of epoch {epoch} have {row['epoch']} and step {row['step']}")
+        for name in RANGES.keys() & known.keys():
+            low, high = RANGES[name]
+            if not low <= known[name] <= high:
+                raise ValueError(f"{name} must be {low:g} to {high:g}, got {shown(known[name])}")
 
 
 def _check_switch_steps(steps: list[int], switches: int, total: int) -> None:
@@ -174,6 +201,9 @@ def _check_optimizer(want: Mapping[str, Any], got: Any, steps: int) -> None:
                 raise ValueError(f"{name} is {shown(theirs[name])}, not {shown(value)}")
         if theirs["params"] != mine["params"] or not 0 <= theirs["lr"] < math.inf:
             raise ValueError("its parameters or learning rate are no run's")
+        size = theirs.get("batch_size")
+        if size is not None and (type(size) is not int or size < 1):
+            raise ValueError(f"batch_size must be a whole number from 1 on, got {shown(size)}")
     indices = [index for group in groups for index in group["params"]]
     if strange := set(got["state"]) - set(indices):
         raise ValueError(f"it has states of parameters {sorted(map(str, strange))[:3]}")

@@ -56,9 +56,12 @@ def check(config: Any) -> None:
     hints = _hints(type(config))
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
+        numbers = value if isinstance(value, tuple) else (value,)
+        for number in numbers:
+            if type(number) is int:  # also one too large for its kind: its range says more
+                _check_number(f.name, number)
         if not _fits(value, hints[f.name]):
             refuse(f.name, _kind(hints[f.name]), shown_value(value))
-        numbers = value if isinstance(value, tuple) else (value,)
         for number in numbers:
             _check_number(f.name, number)
         choices = MODELS if f.name == "model" else f.metadata.get("choices")

@@ -1,7 +1,10 @@
 import dataclasses
 import json
+import os
 import signal
 import subprocess
+import sys
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -13,6 +16,7 @@ from train import resnet20
 from train.arguments import parse
 from train.config import Config
 
+ROOT = Path(__file__).parents[2]
 SMALL = [
     "--dataset",
     "digits",
@@ -84,6 +88,23 @@ def test_policies_in_parts(tmp_path, capfd):
     }
     default = resnet20.DEFAULTS.lr
     assert rates == {"muppet-seed0": 0.1, "loss-budget-0-01-seed0": default}
+
+
+def test_results_are_utf_8_whatever_the_locale(tmp_path):
+    results = tmp_path / "results.md"
+    results.write_text("86.4 \u00b1 0.2\n", encoding="utf-8")
+    words = ["marvin", *SMALL, "--minutes", "0", "--folder", str(tmp_path / "runs")]
+    ascii_ = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.reproduce", *words, "--results", str(results)],
+        cwd=ROOT,
+        env={**os.environ, **ascii_},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert results.read_text(encoding="utf-8").startswith("86.4 \u00b1 0.2\n\n<!-- marvin-digits-")
 
 
 def test_only_known_variants(capsys):

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import re
 import shutil
 import sys
@@ -7,6 +9,7 @@ import pytest
 
 from perfmodel.__main__ import main
 from perfmodel.figure import step_costs
+from perfmodel.files import replace_file
 from perfmodel.layers import Layer
 from perfmodel.report import one_line, report
 from perfmodel.run import RunError, read_run
@@ -309,3 +312,24 @@ def test_a_run_needs_no_torch(folder):
     code += "; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
     shutil.rmtree(folder)
+
+
+def test_what_a_kill_left_is_in_nobodys_way(tmp_path):
+    """In containers process ids repeat, and another process may be writing the same file."""
+    other = tmp_path / f".performance.png.{os.getpid()}.part"
+    other.write_bytes(b"half")
+    replace_file(tmp_path / "performance.png", b"new")
+    assert (tmp_path / "performance.png").read_bytes() == b"new"
+    assert other.read_bytes() == b"half"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("perfmodel.files.os.replace", full)
+    path = tmp_path / "performance.png"
+    with pytest.raises(OSError, match=rf"No space left on device: '{path}'"):
+        replace_file(path, b"new")
+    assert list(tmp_path.iterdir()) == []

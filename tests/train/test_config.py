@@ -53,6 +53,8 @@ def test_every_kind_of_flag():
         ("--optimizer sgd --policy fixed:8,4", "write --policy fixed:8,4 alone, or"),
         ("--optimizer sgd --policy marvin", "leave one of them out"),
         ("--optimizer msgd --policy none", "leave one of them out"),
+        ("--batch-size 99999999999999999999", "--batch-size must be at most 1000000000, got 99999"),
+        ("--seed 9223372036854775808", "--seed must be at most 9223372036854775807, got 922337203"),
         ("--init-wl 99", "--init-wl must be at most 32, got 99"),
         ("--policy static --lookback 0 9", "--lookback must be at least 1, got 0"),
         ("--policy fixed:8", "--policy must be marvin, muppet, "),

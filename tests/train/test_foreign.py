@@ -276,6 +276,17 @@ def test_checkpoints_that_are_whole_but_foreign(settings, tmp_path, monkeypatch)
         (("optimizer", "param_groups", 0, "lr"), "fast", "lr must be like 0.05, got 'fast'"),
         (("optimizer", "marvin", "policy", "shared", "level"), "highest", "its level is 'highest'"),
         (("optimizer", "marvin", "policy", "settings", "kl_eps"), 0.5, "kl_eps is 0.5, not 0.01"),
+        (("optimizer", "marvin", "policy", "shared"), {}, "shared must have 2 names, others are"),
+        (
+            ("optimizer", "marvin", "policy", "shared", "losses"),
+            Stop,
+            r"shared must have 2 names, others are \['losses'\]",
+        ),
+        (("optimizer", "param_groups", 0, "batch_size"), [1, 2], "batch_size must be a whole numb"),
+        (("progress", "rows", 1, "validation_accuracy"), 1e300, "accuracy must be 0 to 1, got 1e"),
+        (("progress", "rows", 0, "mean_word_length"), math.inf, "length must be 0 to 32, got inf"),
+        (("progress", "rows", 0, "lr"), math.nan, "lr must be 0 to .*, got nan"),
+        (("progress", "rows", 1, "step"), 7, "metrics of epoch 2 have 2 and step 7"),
         (("scheduler", "step"), 7, r"schedule misses \[\], and has \['step'\]"),
         (("scheduler", "patience"), 7, "its schedule has patience 7, not 10"),
         (("progress", "epoch"), -3, "at step 0 of 5 in epoch -2"),
@@ -292,6 +303,28 @@ def test_what_is_foreign_is_named(place, value, message, whole, tmp_path, prepar
     with pytest.raises(UserError, match=message) as caught:
         main.resume(training)
     assert str(caught.value).startswith(str(folder.checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("loss_sum", math.nan, "loss_sum must be a finite number, got nan"),
+        ("first_loss", Stop, "shared must have 9 names, others are"),
+        ("begun", Stop, None),  # earlier versions have none
+    ],
+)
+def test_the_window_of_a_loss_budget_is_one_of_a_run(name, value, message, tmp_path, monkeypatch):
+    config = small(tmp_path / "run", policy="loss-budget")
+    train_on(config, 4, monkeypatch)
+    path = RunFolder(tmp_path / "run").checkpoint
+    place = "optimizer", "marvin", "policy", "shared", name
+    torch.save(changed(torch.load(path, weights_only=True), place, value), path)
+    resumed = dataclasses.replace(config, resume=True)
+    if message is None:
+        train_on(resumed, 1, monkeypatch)
+        return
+    with pytest.raises(UserError, match=message):
+        train_on(resumed, 1, monkeypatch)
 
 
 def test_nothing_in_a_run_folder_says_where_to_write(whole, tmp_path, prepared):
