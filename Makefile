@@ -2,7 +2,7 @@
 # make test: the fast tests   make test-all: all tests, as in CI
 # make test-oldest: some tests with the oldest versions that pyproject.toml allows
 # make lint: format, lint and types
-# make docs: the site, in build/site    make bench: all CPU benchmarks
+# make docs: the site, in build/site    make bench: all CPU benchmarks, in build/bench
 VENV ?= .venv
 PYTHON ?= python3
 # where torch comes from: its CPU build, which brings no CUDA, unless this machine has a GPU;
@@ -39,7 +39,7 @@ lint: $(VENV)/installed-dev
 
 bench: $(VENV)/installed-dev
 	for op in $$(ls benchmarks/ops | sed -n '/^_/!s/\.py$$//p'); do \
-	  $(VENV)/bin/python -m benchmarks.run --op $$op --json benchmarks/results/$$op.json || exit 1; \
+	  $(VENV)/bin/python -m benchmarks.run --op $$op --json build/bench/$$op.json || exit 1; \
 	done
 
 docs: $(VENV)/installed-dev

@@ -9,7 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
+from matplotlib.text import Annotation
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, ScalarFormatter
+from matplotlib.transforms import Bbox
 
 from marvin.files import write_atomic
 
@@ -19,6 +21,8 @@ COLORS = {"static": "#7a7a7a", "loss budget": "#c2571a", "float32": "#111111"}
 OTHERS = "#2b6c8f"
 PLACES = {"static": (4, -12), "float32, plain": (4, -12), "fixed": (4, -12)}  # of labels, points
 NUMBERS = {"static": "static, bits", "loss budget": "loss budget, kappa"}  # what their labels are
+AROUND = (4, 4), (4, -12), (-4, 4), (-4, -12), (4, 16), (4, -24), (-4, 16), (-4, -24)
+DECADE = 10  # of losses that differ more the axis is logarithmic
 HEIGHT = 10  # %: what is further below the best is named, not drawn
 TICKS = 2, 3, 4, 5, 6, 8, 12, 16, 24, 32
 
@@ -70,6 +74,9 @@ def draw_curves(curves: list[Curve], title: str) -> Figure:
             color = "black" if number == 0 else f"C{number - 1}"
             epochs = range(1, len(means) + 1)
             axes.plot(epochs, means, color=color, label=curve.name, marker="o", markersize=3)
+        losses = [loss for curve in curves for own in getattr(curve, part) for loss in own]
+        if losses and max(losses) > DECADE * min(losses) > 0:
+            axes.set_yscale("log")
         axes.set_title(f"{part} loss", loc="left", fontsize=10)
         axes.set_xlabel("epoch")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -89,8 +96,9 @@ def draw(points: list[Point], title: str) -> Figure:
     for point in points:
         if statistics.mean(point.accuracy) >= lowest:
             families.setdefault(point.family, []).append(point)
+    labels: list[Annotation] = []
     for family, members in families.items():
-        _draw_family(axes, members, COLORS.get(family, OTHERS))
+        labels += _draw_family(axes, members, COLORS.get(family, OTHERS))
     if points and points[0].name == "float32":
         level = statistics.mean(points[0].accuracy)
         axes.axhline(level, color=COLORS["float32"], linewidth=0.8, linestyle="--", zorder=1)
@@ -102,10 +110,26 @@ def draw(points: list[Point], title: str) -> Figure:
     text = [f"{p.name}: {statistics.mean(p.accuracy):.1f} %" for p in below]
     axes.text(0.5, 0.02, "\n".join(text), transform=axes.transAxes, ha="center", fontsize=8)
     axes.set_title(title, fontsize=11)
+    _keep_apart(figure, axes, labels)
     return figure
 
 
-def _draw_family(axes: Axes, members: list[Point], color: str) -> None:
+def _keep_apart(figure: Figure, axes: Axes, labels: list[Annotation]) -> None:
+    """Move labels that are over another one, or over a point, to where there is room."""
+    figure.draw_without_rendering()  # it is known then where things are
+    points = [axes.transData.transform(label.xy) for label in labels]
+    taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in points]
+    for label in labels:
+        for place in (label.xyann, *AROUND):
+            label.xyann = place
+            label.set_horizontalalignment("left" if place[0] > 0 else "right")
+            if not any(label.get_window_extent().overlaps(other) for other in taken):
+                break
+        taken.append(label.get_window_extent())
+
+
+def _draw_family(axes: Axes, members: list[Point], color: str) -> list[Annotation]:
+    """Draw the points of a family, and return their labels."""
     bits = [statistics.mean(point.bits) for point in members]
     accuracy = [statistics.mean(point.accuracy) for point in members]
     bars = [statistics.stdev(p.accuracy) if len(p.accuracy) > 1 else 0.0 for p in members]
@@ -115,7 +139,7 @@ def _draw_family(axes: Axes, members: list[Point], color: str) -> None:
     axes.errorbar(
         bits, accuracy, bars, color=color, marker="o", markersize=4, linestyle=line, label=label
     )
-    for x, y, point in zip(bits, accuracy, members, strict=True):
+    return [
         axes.annotate(
             point.name.removeprefix(family).strip() if label else point.name,
             (x, y),
@@ -125,6 +149,8 @@ def _draw_family(axes: Axes, members: list[Point], color: str) -> None:
             color=color,
             path_effects=[withStroke(linewidth=2, foreground="white")],
         )
+        for x, y, point in zip(bits, accuracy, members, strict=True)
+    ]
 
 
 def _draw_axes(axes: Axes) -> None:

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -249,3 +250,21 @@ def test_a_damaged_run_is_named(tmp_path, name, content):
 def test_a_section_without_its_end_does_not_swallow_what_follows():
     with pytest.raises(RunError, match="must end with <!-- x: end -->, found only"):
         reproduce.put("<!-- x: begin -->\nold\n\nother text\n", "x", "new")
+
+
+def test_labels_of_points_that_are_close_stand_apart():
+    near = {"loss budget 0.003": 6.0, "loss budget 0.01": 5.7, "loss budget 0.03": 5.8}
+    points = [figure.Point(name, [bits], [8 * bits]) for name, bits in near.items()]
+    points += [figure.Point("static 6", [6.0], [47.0]), figure.Point("MARViN", [21.0], [45.0])]
+    labels = [t for t in figure.draw(points, "close").axes[0].texts if t.get_text()]
+    boxes = [label.get_window_extent() for label in labels]
+    assert len(boxes) == 5
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+
+
+@pytest.mark.parametrize(("highest", "scale"), [(2.3, "linear"), (2.4e7, "log")])
+def test_one_large_loss_hides_no_other(highest, scale):
+    curves = [figure.Curve("exact", [[2.0, 1.6]], [[1.9, 1.7]])]
+    curves.append(figure.Curve("low", [[2.3, 2.1]], [[highest, 2.2]]))
+    left, right = figure.draw_curves(curves, "losses").axes
+    assert (left.get_yscale(), right.get_yscale()) == ("linear", scale)
