@@ -67,7 +67,7 @@ from marvin.settings import (
     guard_step,
 )
 from marvin.sgd import keep_momenta, moves_of
-from marvin.shards import is_sharded, local, locals_of
+from marvin.shards import Shard, is_sharded, laid_as, local, locals_of
 from marvin.warned import warn_user
 from marvin.watched import WatchesWeights
 from marvin.wrappers import for_wrappers, unwrapped
@@ -538,8 +538,11 @@ class Quantized(WatchesWeights, AskedByScaler):
             self.optimizer.load_state_dict(wrapped)
             states.complete(self.optimizer)
         for index, p in enumerate(self._layout.names):
-            own = self.optimizer.state.get(self._masters.get(p, p), {})
+            master = self._masters.get(p, p)
+            own = self.optimizer.state.get(master, {})
             states.kept_dtypes(own, wrapped["state"].get(index, {}))
+            if not is_compact(self.state.get(p, {})):
+                states.lay_out(own, master, self._layout.shards[p])
         self.__setstate__({"param_groups": list(self.optimizer.param_groups)})
         self._conform()
         self.forward_state.forwards, self.forward_state.seed = common["forwards"], self._seed
@@ -714,6 +717,7 @@ class Quantized(WatchesWeights, AskedByScaler):
         for p in new:
             if p in self.optimizer.state:  # some make it in their constructor
                 made = states.float_masters(self.optimizer.state.pop(p), p)
+                states.lay_out(made, self._masters[p], self._layout.shards[p])
                 self.optimizer.state[self._masters[p]] = made
         self._conform()
         fresh = {*new}
@@ -877,15 +881,14 @@ class Quantized(WatchesWeights, AskedByScaler):
     def _update(self, batches: Sequence[Gradients], done: Container[int] = ()) -> None:
         """Do one step of the wrapped optimizer on the masters, but for those whose ids are in ``done``."""
         compact: list[CompactMember] = []
-        masters, grads = [], []
+        moved: list[tuple[Tensor, Shard, Tensor]] = []
         for batch in batches:
             members = batch.members
             own = members.params, members.masters, members.shards, members.compact
             for p, master, shard, is_coded, grad in zip(*own, batch.values, strict=True):
                 if id(p) in done:
                     continue
-                masters.append(master)
-                grads.append(shard.to_dtensor(grad))
+                moved.append((master, shard, grad))
                 if is_coded:
                     position = self._layout.positions[p]
                     compact.append(CompactMember(master, self.state[p], shard, position))
@@ -893,13 +896,13 @@ class Quantized(WatchesWeights, AskedByScaler):
             self._on_masters(),
             in_float(self.optimizer, compact, self._seed, self._counts.step),
         ):
-            for master, grad in zip(masters, grads, strict=True):
-                master.grad = grad
+            for master, shard, grad in moved:  # compact ones have their memory from here on
+                master.grad = shard.to_dtensor(laid_as(grad, local(master)))
             try:
                 self._own_step.is_open = True
                 with without_global_step_hooks():  # which see this optimizer's
                     self.optimizer.step()
             finally:
                 self._own_step.is_open = False
-                for master in masters:
+                for master, *_ in moved:
                     master.grad = None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from marvin.ranks import reduced
 
-__all__ = ["Shard", "Spread", "is_sharded", "local", "locals_of", "shard_of", "spread"]
+__all__ = ["Shard", "Spread", "is_sharded", "laid_as", "local", "locals_of", "shard_of", "spread"]
 __all__ += ["accumulate_dtype", "sum_vectors", "whole_norms"]
 
 _PLAIN = {Tensor, nn.Parameter}
@@ -128,6 +128,17 @@ def local(x: Tensor) -> Tensor:
 def locals_of(xs: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return what this process holds of each tensor; see ``local``."""
     return xs if _PLAIN.issuperset(map(type, xs)) else [local(x) for x in xs]
+
+
+def laid_as(x: Tensor, like: Tensor) -> Tensor:
+    """Return ``x`` in the memory order of ``like``, a tensor of its shape: itself where it has that.
+
+    Optimizers with ``fused=True`` go through flat memory.
+    """
+    sides = zip(x.shape, x.stride(), like.stride(), strict=True)
+    if x.stride() == like.stride() or all(own == other for n, own, other in sides if n > 1):
+        return x
+    return torch.empty_like(like, dtype=x.dtype).copy_(x)
 
 
 def shard_of(parameter: Tensor) -> Shard:

@@ -15,7 +15,7 @@ from marvin.display import listed
 from marvin.policies.base import Policy, fields_of
 from marvin.policies.records import check_plain, plain_value, restored, restored_value
 from marvin.sgd import SGD
-from marvin.shards import Shard
+from marvin.shards import Shard, laid_as, local
 
 __all__ = [
     "KEPT",
@@ -24,6 +24,7 @@ __all__ = [
     "complete",
     "float_masters",
     "kept_dtypes",
+    "lay_out",
     "of_wrapped",
     "packed",
     "packed_groups",
@@ -412,6 +413,22 @@ def kept_dtypes(loaded: dict[str, Any], saved: Mapping[str, object]) -> None:
         own = loaded.get(name)
         if isinstance(value, Tensor) and isinstance(own, Tensor) and own.dtype != value.dtype:
             loaded[name] = value.to(own.device, copy=True)
+
+
+def lay_out(moments: StateDict, master: Tensor, shard: Shard) -> None:
+    """Give what an optimizer remembers of a parameter the memory order of its master.
+
+    Args:
+        moments: Changed in place.
+        master: As the wrapped optimizer knows it.
+        shard: What this process holds.
+    """
+    like = local(master)
+    for name, value in moments.items():
+        if isinstance(value, Tensor) and (own := local(value)).shape == like.shape:
+            laid = laid_as(own, like)
+            if laid is not own:
+                moments[name] = shard.to_dtensor(laid)
 
 
 def float_masters(state: Mapping[str, object], parameter: Tensor) -> dict[str, Any]:

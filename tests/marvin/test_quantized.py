@@ -563,3 +563,87 @@ def test_hooks_of_all_optimizers_see_a_step_once(make, fails):
     assert seen == [optimizer, "wrapped", optimizer]
     optimizer.step(loss=1.0)
     assert len(seen) == 3
+
+
+FUSED = {
+    "SGD": lambda p, fused: torch.optim.SGD(p, lr=1e-2, fused=fused),
+    "momentum": lambda p, fused: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=fused),
+    "AdamW": lambda p, fused: torch.optim.AdamW(p, lr=1e-3, amsgrad=True, fused=fused),
+    "Adagrad": lambda p, fused: torch.optim.Adagrad(p, lr=1e-3, fused=fused),
+}
+
+
+def convolutions(kind, fused, compact, is_last, is_last_later):
+    """Return a model whose channels lie last before its optimizer is made, and before it is wrapped."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(8, 12, 3), nn.ReLU(), nn.Conv2d(12, 8, 3), nn.Flatten()
+    net = nn.Sequential(*layers).to(memory_format=order(is_last))
+    optimizer = FUSED[kind](net.parameters(), fused)
+    net.to(memory_format=order(is_last_later))
+    return net, Quantized(optimizer, FixedPolicy(24, 21), compact_state=compact)
+
+
+def order(is_last):
+    return torch.channels_last if is_last else torch.contiguous_format
+
+
+def train_convolutions(net, optimizer, steps):
+    for i in steps:
+        x = torch.randn(6, 8, 5, 5, generator=torch.Generator().manual_seed(i))
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss.detach())
+
+
+def in_other_order(state):
+    """Return a state whose moments lie in memory as its masters do not."""
+    state = copy.deepcopy(state)
+    for own in state["optimizer"]["state"].values():
+        for name, x in own.items():
+            if (
+                torch.is_tensor(x)
+                and x.ndim == 4
+                and x.is_floating_point()
+                and "_scales" not in name
+            ):
+                is_last = x.is_contiguous(memory_format=torch.channels_last)
+                own[name] = x.contiguous(memory_format=order(not is_last))
+    return state
+
+
+def moved(case, kind, fused, compact):
+    begins_last, later_last = case in ("last", "loaded last"), case in ("last", "between")
+    net, optimizer = convolutions(kind, fused, compact, begins_last, later_last)
+    if case == "after":
+        net.to(memory_format=torch.channels_last)
+    train_convolutions(net, optimizer, range(3))
+    if case in ("between", "loaded", "loaded last", "moments"):
+        state = optimizer.state_dict()
+        if case == "moments":
+            state = in_other_order(state)
+        net, optimizer = convolutions(kind, fused, compact, case == "loaded", case == "loaded")
+        optimizer.load_state_dict(state)
+    train_convolutions(net, optimizer, range(3, 6))
+    return [p.detach() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("compact", [False, True], ids=["float", "compact"])
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("case", ["last", "between", "after", "loaded", "loaded last", "moments"])
+def test_fused_steps_in_any_memory_order(case, kind, compact):
+    """They go through flat memory: gradients and moments must lie as the masters do."""
+    found, wanted = (moved(case, kind, fused, compact) for fused in (True, False))
+    # a few units of the format; gradients of other elements give 1e-3 and more
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 if not compact else 2e-4)
+
+
+def test_gradients_in_the_order_of_the_masters_are_not_copied(monkeypatch):
+    net, optimizer = convolutions("AdamW", True, False, True, True)
+    train_convolutions(net, optimizer, range(1))
+    seen = []
+    optimizer.optimizer.register_step_pre_hook(
+        lambda own, *_: seen.extend(p.grad.data_ptr() for p in own.param_groups[0]["params"])
+    )
+    train_convolutions(net, optimizer, range(1))
+    assert seen == [p.grad.data_ptr() for p in net.parameters()]
