@@ -38,7 +38,7 @@ __all__ = [
 
 VERSION = 2  # of what ``Quantized.state_dict`` returns under "marvin"
 _CODES = "master_codes"  # saved as pairs of bytes
-_MOMENTS = "momentum_buffer", "exp_avg", "exp_avg_sq"  # of torch's optimizers; of one shape
+_MOMENTS = "momentum_buffer", "exp_avg", "exp_avg_sq"  # of torch's optimizers; others' may have any shape
 _ADAM = "step", "exp_avg", "exp_avg_sq"
 _NEEDED: Mapping[
     type, tuple[str, ...]
@@ -229,7 +229,8 @@ def checked(
         if values and len(shape) > 1:  # as ``is_layer`` has it
             _check_layer(parameter, values, policy)
         _check_shapes(parameter, shape, values, policy.rules.tensors)
-        _check_shapes(parameter, shape, moments.get(index, {}), _MOMENTS)
+        if wrapped is SGD or wrapped.__module__.startswith("torch.optim."):
+            _check_shapes(parameter, shape, moments.get(index, {}), _MOMENTS)
         own = {**values, _CODES: master} if _CODES in values else values
         try:
             check_saved(own, moments.get(index, {}), shape)

@@ -44,6 +44,25 @@ class Muonlike(torch.optim.Optimizer):
                 p.data.add_(update, alpha=-group["lr"])
 
 
+class Novograd(torch.optim.Optimizer):
+    """A second moment that is one number, and a first moment of few rows, under torch's names."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if not state:
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p[:2]), torch.zeros(())
+            state["exp_avg"].lerp_(p.grad[:2], 0.1)
+            state["exp_avg_sq"].lerp_(p.grad.square().sum(), 0.1)
+            step = p.grad / (state["exp_avg_sq"].sqrt() + 1e-8)
+            step[:2] += state["exp_avg"]
+            p.sub_(step, alpha=self.param_groups[0]["lr"])
+
+
 def orthogonal(matrix):
     x = matrix / (matrix.norm() + 1e-7)
     for _ in range(3):
@@ -57,6 +76,7 @@ OPTIMIZERS = {
     "AdamW foreach amsgrad": lambda p: torch.optim.AdamW(p, lr=5e-3, foreach=True, amsgrad=True),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5),
     "Muonlike": Muonlike,
+    "Novograd": Novograd,
 }
 POLICIES = {
     "marvin": lambda: MarvinPolicy(**FAST),
