@@ -61,6 +61,7 @@ from marvin.settings import (
     check_dtypes,
     check_groups,
     check_loss,
+    check_mode,
     check_settings,
     check_step,
     check_wrapped,
@@ -95,6 +96,9 @@ class Quantized(WatchesWeights, AskedByScaler):
     Call ``step``, ``zero_grad``, ``state_dict`` and ``load_state_dict`` on this object, not on the
     wrapped one, whose ``step`` now refuses; a learning-rate scheduler may have either. Parameter groups are common to both,
     and hold the hyper-parameters of the policy and those below too: a group may differ.
+
+    Of optimizers that evaluate other weights than they train (schedule-free ones), call ``train`` and
+    ``eval`` of this object.
 
     A *layer* is a parameter with two or more dimensions. In ``state``, each parameter has its
     ``"master"``, and a layer also the policy's record under ``"layer"`` and the policy's tensors.
@@ -301,7 +305,8 @@ class Quantized(WatchesWeights, AskedByScaler):
             FloatingPointError: The loss, a gradient or a weight that was changed is not finite; or in the
                 second step and every 100th, a master.
             RuntimeError: A gradient is sparse, a CUDA graph is being captured, a model is in ``join()``, another optimizer was
-                made for the same parameters since, the wrapped one got parameter groups, or ``state`` lost masters.
+                made for the same parameters since, the wrapped one got parameter groups or is in eval mode, or ``state`` lost
+                masters.
             TypeError: ``closure`` is a loss, ``loss`` no number, or the model was made float64.
             ValueError: ``loss`` has more than one element, a parameter has got another shape, or groups
                 have other parameters.
@@ -309,6 +314,7 @@ class Quantized(WatchesWeights, AskedByScaler):
         self._take_back()
         check_step(closure)
         self._check_groups()
+        check_mode(self.optimizer)
         self._check_state()
         check_dtypes(self._layout.names, type(self).__name__)  # model.double() may have come since
         self._check_owner()
@@ -410,6 +416,67 @@ class Quantized(WatchesWeights, AskedByScaler):
                 self._carriers.publish(self)
                 self._scale_lrs(lrs, before)
                 raise
+
+    @left_uncompiled
+    @torch.no_grad()
+    def train(self) -> None:
+        """Let the model have the weights to train, if the wrapped optimizer evaluates others.
+
+        Schedule-free optimizers do: call this before an epoch, and ``eval`` before the model is evaluated,
+        frozen or exported. The masters change as the wrapped one's ``train`` does it, and the weights are
+        written anew, rounded. The wrapped one's own method does the same. Of an optimizer without modes,
+        nothing changes.
+
+        Raises:
+            FloatingPointError: A weight that was changed is not finite; nothing else was changed.
+            RuntimeError: Another optimizer was made for the same parameters since, the wrapped one got
+                parameter groups, or ``state`` lost masters.
+            TypeError: The model was made float64.
+            ValueError: A parameter has got another shape, or groups have other parameters.
+        """
+        self._switch("train")
+
+    @left_uncompiled
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Let the model have the weights to evaluate, if the wrapped optimizer trains others; see ``train``.
+
+        Raises:
+            FloatingPointError: As ``train``.
+            RuntimeError: As ``train``.
+            TypeError: As ``train``.
+            ValueError: As ``train``.
+        """
+        self._switch("eval")
+
+    def _switch(self, mode: Literal["train", "eval"]) -> None:
+        """Let the wrapped optimizer change the masters, and write the weights with the noise that they had."""
+        switch = getattr(type(self.optimizer), mode, None)
+        if switch is None:
+            return
+        self._check_groups()
+        self._check_state()
+        check_dtypes(self._layout.names, type(self).__name__)
+        self._check_owner()
+        with self.with_values():
+            if wrong := self._adopt_changed():
+                raise FloatingPointError(
+                    f"{mode}() must have finite weights, got {listed(wrong)}; nothing was changed"
+                )
+            self._name_adopted()
+            compact = [
+                CompactMember(master, own, self._layout.shards[p], self._layout.positions[p])
+                for p, master in self._masters.items()
+                if is_compact(own := self.state[p]) and self.optimizer.state.get(master)
+            ]
+            try:
+                with (
+                    self._on_masters(),
+                    in_float(self.optimizer, compact, self._seed, self._counts.step),
+                ):
+                    switch(self.optimizer)
+            finally:
+                self._write_as_saved()
 
     def _scale_lrs(self, lrs: Sequence[float | Tensor], before: float) -> None:
         """Give the groups the learning rates that they had at another ``lr_scale``, multiplied."""

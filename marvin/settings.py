@@ -24,12 +24,14 @@ __all__ = [
     "SGD",
     "Checks",
     "Group",
+    "OwnMode",
     "OwnStep",
     "Settings",
     "check_batches",
     "check_dtypes",
     "check_groups",
     "check_loss",
+    "check_mode",
     "check_model",
     "check_not_exported",
     "check_one_input",
@@ -46,6 +48,7 @@ __all__ = [
     "without_values",
 ]
 
+_MODES = "train", "eval"  # methods of optimizers that evaluate other weights than they train
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
 # hyper-parameters by name, each of its own type: what torch gives for a parameter group
 Group = dict[str, Any]
@@ -422,8 +425,45 @@ class OwnStep:
             )
 
 
+class OwnMode:
+    """Stands for ``train`` or ``eval`` of a wrapped optimizer: calls that of its ``Quantized``.
+
+    Outside of a step, the wrapped one's groups hold no masters, of which its state is: its own method would
+    do nothing.
+
+    Args:
+        name: Of the method.
+        owner: The ``Quantized``.
+    """
+
+    def __init__(self, name: str, owner: Optimizer) -> None:
+        self.name = name
+        self.owner: weakref.ref[Optimizer] | None = weakref.ref(owner)
+
+    def __getstate__(self) -> StateDict:
+        return {"name": self.name, "owner": None}
+
+    def __call__(self) -> None:
+        """Switch the weights.
+
+        Raises:
+            RuntimeError: The ``Quantized`` is gone.
+        """
+        owner = self.owner and self.owner()
+        if owner is None:
+            raise RuntimeError(
+                f"{self.name}() must be that of a Quantized, which has the masters, got one of an optimizer "
+                f"whose Quantized is gone: write optimizer.{self.name}(), where optimizer = "
+                "marvin.Quantized(...)"
+            )
+        getattr(owner, self.name)()
+
+
 def guard_step(owner: Optimizer, wrapped: Optimizer) -> OwnStep:
-    """Let no one but ``owner`` step the optimizer that it wraps."""
+    """Let no one but ``owner`` step the optimizer that it wraps, and its modes be the owner's."""
+    for name in _MODES:
+        if hasattr(type(wrapped), name):
+            setattr(wrapped, name, OwnMode(name, owner))
     guard: OwnStep | None = next(step_hooks_of(wrapped, OwnStep), None)
     if guard is None:  # copies of an optimizer have no hooks
         guard = OwnStep()
@@ -469,6 +509,20 @@ def check_step(closure: object) -> None:
         raise RuntimeError(
             "step() decides on the host and must be outside of CUDA graphs: "
             "capture forward and backward alone"
+        )
+
+
+def check_mode(wrapped: Optimizer) -> None:
+    """Refuse a step while the weights are those to evaluate.
+
+    Raises:
+        RuntimeError: They are.
+    """
+    groups = wrapped.param_groups
+    if hasattr(type(wrapped), "train") and not all(g.get("train_mode", True) for g in groups):
+        raise RuntimeError(
+            f"step() must come in train mode, got {type(wrapped).__name__} in eval mode: write "
+            "optimizer.train() before an epoch, and optimizer.eval() before the model is evaluated or saved"
         )
 
 

@@ -667,3 +667,148 @@ def test_gradients_in_the_order_of_the_masters_are_not_copied(monkeypatch):
     )
     train_convolutions(net, optimizer, range(1))
     assert seen == [p.grad.data_ptr() for p in net.parameters()]
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD whose weights, while it trains, lie between its steps and their mean; evaluates the mean."""
+
+    def __init__(self, params, lr=0.1, beta=0.9):
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": False})
+
+    def _move(self, mode, weight):
+        for group in self.param_groups:
+            if group["train_mode"] is not mode:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], weight(group["beta"]))
+            group["train_mode"] = mode
+
+    @torch.no_grad()
+    def train(self):
+        self._move(True, lambda beta: 1 - beta)
+
+    @torch.no_grad()
+    def eval(self):
+        self._move(False, lambda beta: 1 - 1 / beta)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            assert group["train_mode"]
+            group["k"] += 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, 1 / group["k"])
+                p.add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - 1 / group["k"]) - 1))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
+def schedule_free(wraps=True, compact=False, policy=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
+    model[0].bias.requires_grad_(False)
+    optimizer = ScheduleFree(model.named_parameters())
+    if wraps:
+        optimizer = Quantized(optimizer, policy or FixedPolicy(20, 14), compact_state=compact)
+    return model, optimizer
+
+
+def train_schedule_free(model, optimizer, steps):
+    for i in steps:
+        optimizer.zero_grad()
+        x = torch.randn(9, 8, generator=torch.Generator().manual_seed(i))
+        loss = (model(x) - 2).square().sum(1).mean()
+        loss.backward()
+        optimizer.step(**({"loss": loss} if isinstance(optimizer, Quantized) else {}))
+
+
+def copied(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:compact_state keeps")
+@pytest.mark.parametrize("compact", [False, True], ids=["float", "compact"])
+@pytest.mark.parametrize("calls", ["Quantized", "wrapped"])
+def test_schedule_free_weights_are_evaluated(calls, compact):
+    """The masters become the mean, the weights are these, rounded; and back."""
+    plain, free = schedule_free(wraps=False)
+    model, optimizer = schedule_free(compact=compact)
+    modes = optimizer if calls == "Quantized" else optimizer.optimizer
+    few = 8 * 2.0**-14  # units of the format in 20 steps
+    for steps in (range(10), range(10, 20)):
+        for net, own, switch in ((plain, free, free), (model, optimizer, modes)):
+            switch.train()
+            train_schedule_free(net, own, steps)
+        trained, bias = copied(model), model[0].bias.detach().clone()
+        free.eval()
+        modes.eval()
+        assert (trained[0] - model[0].weight).abs().max() > 10 * few
+        assert (trained[2] - model[2].weight).abs().max() > 10 * few  # the compact one
+        torch.testing.assert_close(copied(model), copied(plain), rtol=0, atol=few)
+        assert torch.equal(model[0].weight * 2**14, (model[0].weight * 2**14).round())
+        assert torch.equal(model[0].bias, bias)
+        before = optimizer.state_dict()["marvin"]
+        with pytest.raises(RuntimeError, match=r"got ScheduleFree in eval mode: write .*train\(\)"):
+            optimizer.step(loss=1.0)
+        assert optimizer.state_dict()["marvin"] == before
+        modes.train()
+        torch.testing.assert_close(copied(model), trained, rtol=0, atol=2.0**-14)
+
+
+def test_a_state_that_is_saved_in_eval_mode_goes_on():
+    """It has the mean in its masters, and the mode in its groups."""
+    model, optimizer = schedule_free()
+    optimizer.train()
+    train_schedule_free(model, optimizer, range(5))
+    optimizer.eval()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    resumed, other = schedule_free()
+    other.train()
+    train_schedule_free(resumed, other, range(2))
+    resumed[0].bias.copy_(model[0].bias)
+    other.load_state_dict(torch.load(file))
+    assert_same_bits(copied(resumed), copied(model))
+    for net, own in ((model, optimizer), (resumed, other)):
+        own.train()
+        train_schedule_free(net, own, range(5, 8))
+        own.eval()
+    assert_same_run((model, optimizer), (resumed, other))
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_switch_their_own_weights(copies):
+    model, optimizer = schedule_free()
+    optimizer.train()
+    train_schedule_free(model, optimizer, range(5))
+    twin, own = copies((model, optimizer))
+    before = copied(model)
+    own.optimizer.eval()
+    assert_same_bits(copied(model), before)
+    assert not torch.equal(twin[0].weight, before[0])
+    wrapped = own.optimizer
+    del own
+    with pytest.raises(RuntimeError, match=r"train\(\) must be that of a Quantized"):
+        wrapped.train()
+
+
+def test_weights_that_are_not_finite_are_not_switched():
+    model, optimizer = schedule_free()
+    optimizer.train()
+    train_schedule_free(model, optimizer, range(2))
+    with torch.no_grad():
+        model[0].weight[0, 0] = math.nan
+    with pytest.raises(FloatingPointError, match=r"eval\(\) must have finite weights, got weights"):
+        optimizer.eval()
+    assert optimizer.param_groups[0]["train_mode"]
+
+
+def test_optimizers_without_modes_have_nothing_to_switch():
+    model, optimizer = make("AdamW", "fixed")
+    train(model, optimizer, 2)
+    before = copied(model)
+    optimizer.eval()
+    optimizer.train()
+    assert_same_bits(copied(model), before)
+    assert not hasattr(optimizer.optimizer, "eval")
