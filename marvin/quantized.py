@@ -65,7 +65,9 @@ from marvin.settings import (
     check_settings,
     check_step,
     check_wrapped,
+    closure_needed,
     guard_step,
+    misspelt,
 )
 from marvin.sgd import keep_momenta, moves_of
 from marvin.shards import Shard, is_sharded, laid_as, local, locals_of
@@ -134,8 +136,9 @@ class Quantized(WatchesWeights, AskedByScaler):
     Raises:
         TypeError: A parameter is not float32, bfloat16 or float16; ``optimizer`` is no optimizer,
             or fixed-point already; ``policy`` is no policy.
-        ValueError: An argument is out of range; ``optimizer`` needs a closure, has a
-            hyper-parameter of the same name as one of these, or another ``Quantized`` has it.
+        ValueError: An argument is out of range; ``optimizer`` needs a closure, has a state of
+            another kind than torch's, a hyper-parameter of the same name as one of these, or
+            another ``Quantized`` has it.
         FloatingPointError: In ``step``, before anything has changed: see ``nonfinite``.
 
     Examples:
@@ -145,6 +148,7 @@ class Quantized(WatchesWeights, AskedByScaler):
     """
 
     _parallel: "list[ref[nn.Module]] | None" = None  # models of several processes, once looked for
+    _misspelt: frozenset[str] = frozenset()  # what ``_name_misspelt`` has warned of
     _set_aside: tuple[dict[int, Sums], Samples] | None = None  # see ``_before_scaled_step``
 
     @left_uncompiled
@@ -257,6 +261,7 @@ class Quantized(WatchesWeights, AskedByScaler):
                 self._check_common(param_group)
                 super().add_param_group(param_group)
                 self._check(own[-1])
+                self._name_misspelt(param_group)
                 self._layout = layout_of(own)
                 if self._is_made:
                     new = own[-1]["params"]
@@ -309,7 +314,7 @@ class Quantized(WatchesWeights, AskedByScaler):
                 masters.
             TypeError: ``closure`` is a loss, ``loss`` no number, or the model was made float64.
             ValueError: ``loss`` has more than one element, a parameter has got another shape, or groups
-                have other parameters.
+                have other parameters; or the wrapped optimizer needs a closure.
         """
         self._take_back()
         check_step(closure)
@@ -699,6 +704,23 @@ class Quantized(WatchesWeights, AskedByScaler):
                 "several processes with DistributedDataParallel"
             )
 
+    def _name_misspelt(self, group: Group) -> None:
+        """Warn once of what a group has that looks like a setting and is none."""
+        settings = self.defaults.keys() - self.optimizer.defaults.keys()
+        found = misspelt(group, self.defaults, settings)
+        new = [
+            f"{name} (is {near} meant?)"
+            for name, near in found.items()
+            if name not in self._misspelt
+        ]
+        self._misspelt |= found.keys()
+        if new:
+            warn_user(
+                f"parameter groups must have settings of {type(self).__name__}, its "
+                f"{type(self.policy).__name__} and {type(self.optimizer).__name__} by their names, got "
+                f"{listed(new)}, which nothing reads"
+            )
+
     def _check_common(self, param_group: Group) -> None:
         """Refuse settings of a later group that are read from the first one."""
         for name in ("nonfinite", "seed", *self.policy.rules.common) if self.param_groups else ():
@@ -969,6 +991,10 @@ class Quantized(WatchesWeights, AskedByScaler):
                 self._own_step.is_open = True
                 with without_global_step_hooks():  # which see this optimizer's
                     self.optimizer.step()
+            except Exception as error:
+                if "closure" in f"{type(error).__name__} {error}".lower():
+                    raise closure_needed(self.optimizer) from error
+                raise
             finally:
                 self._own_step.is_open = False
                 for master, *_ in moved:

@@ -4,8 +4,9 @@ import inspect
 import math
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from numbers import Real
 from typing import Any
 
@@ -42,9 +43,11 @@ __all__ = [
     "check_untraced",
     "check_values",
     "check_wrapped",
+    "closure_needed",
     "guard_step",
     "is_exported",
     "is_traced",
+    "misspelt",
     "without_values",
 ]
 
@@ -164,6 +167,30 @@ def _refusal(settings: Settings, rule: _Rule) -> str:
     if others := [f"{n}={settings[n]!r:.200}" for n in words if n in settings and n != name]:
         message += f" with {', '.join(others)}"
     return message
+
+
+def misspelt(group: Group, known: Collection[str], settings: Collection[str]) -> dict[str, str]:
+    """Return what a parameter group has that nobody reads and that looks like a setting, with that setting.
+
+    A group may have more than settings: ``initial_lr`` and ``max_momentum`` of schedulers, names. So a name counts
+    that is nearly one of ``settings``, or begins as one and ends as another.
+
+    Args:
+        group: A parameter group.
+        known: What is read.
+        settings: Names of settings.
+    """
+    words = [name.split("_") for name in settings]
+    firsts, lasts = {own[0] for own in words}, {own[-1] for own in words}
+    found: dict[str, str] = {}
+    for name in sorted(group.keys() - {"params", "param_names", *known}):
+        own = name.split("_")
+        if "lr" in own or "momentum" in own:
+            continue
+        is_mixed = len(own) > 1 and own[0] in firsts and own[-1] in lasts
+        if near := get_close_matches(name, sorted(settings), 1, 0.0 if is_mixed else 0.85):
+            found[name] = near[0]
+    return found
 
 
 def check_model(model: object, call: str) -> None:
@@ -371,8 +398,8 @@ def check_wrapped(optimizer: Optimizer, options: Mapping[str, object]) -> None:
 
     Raises:
         TypeError: It is no optimizer.
-        ValueError: Its step needs a closure, it has a hyper-parameter of ``options``, or another
-            ``Quantized`` has it.
+        ValueError: Its step needs a closure, its state is no optimizer's of torch, it has a
+            hyper-parameter of ``options``, or another ``Quantized`` has it.
     """
     if not isinstance(optimizer, Optimizer):
         got = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
@@ -388,15 +415,35 @@ def check_wrapped(optimizer: Optimizer, options: Mapping[str, object]) -> None:
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"Quantized needs an optimizer whose step needs no closure, "
-            f"got {type(optimizer).__name__}"
-        )
+        raise closure_needed(optimizer)
+    if all(callable(getattr(optimizer, name, None)) for name in ("first_step", "second_step")):
+        raise closure_needed(optimizer)
+    if type(optimizer).state_dict is not Optimizer.state_dict:
+        found = optimizer.state_dict()
+        if not {"state", "param_groups"}.issubset(found):
+            raise ValueError(
+                "Quantized needs an optimizer whose state_dict() has state and param_groups, got "
+                f"{type(optimizer).__name__}'s with {', '.join(map(str, found))}: give "
+                "marvin.Quantized(...) to an optimizer around others, such as Lookahead, in their place"
+            )
     if clash := sorted(set(optimizer.defaults) & set(options)):
         raise ValueError(
             f"{type(optimizer).__name__} must have no hyper-parameter of Quantized's or its "
             f"policy's, got {', '.join(clash)}"
         )
+
+
+def closure_needed(optimizer: Optimizer) -> ValueError:
+    """Return the error of an optimizer that runs the model in its step, of which ``Quantized`` knows nothing."""
+    name, around = type(optimizer).__name__, ""
+    if hasattr(optimizer, "first_step"):  # as SAM has it
+        around = (
+            f": make it around Quantized, {name}(params, lambda groups, **options: "
+            "marvin.Quantized(torch.optim.SGD(groups, **options), policy), lr=0.1)"
+        )
+    return ValueError(
+        f"Quantized needs an optimizer whose step needs no closure, got {name}{around}"
+    )
 
 
 class OwnStep:

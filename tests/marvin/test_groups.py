@@ -141,6 +141,69 @@ def test_settings_out_of_range_are_refused_until_they_are_right():
     train(model, optimizer, 1)
 
 
+NAMES_OF_OTHERS = [
+    "name",
+    "lr_scale",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "init_lr",
+    "lr_mult",
+    "base_momentum",
+    "max_momentum",
+    "layer_id",
+    "layer_names",
+    "decay_mult",
+    "no_decay",
+    "weight_sum",
+    "scheduled_lr",
+    "use_muon",
+    "rank",
+    "update_proj_gap",
+    "scale",
+    "k",
+    "proj_type",
+    "state_bits",
+    "optim_bits",
+    "block_size",
+    "num_layers",
+    "warmup_steps",
+    "step",
+    "d",
+    "d0",
+    "rho",
+    "adaptive",
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "slips"),
+    [
+        (lambda groups: marvin.MSGD(groups), {"max_wls": "max_wl", "lookbak": "lookback"}),
+        (
+            lambda groups: marvin.Quantized(MAKERS["SGD"](groups), marvin.LossBudgetPolicy()),
+            {"min_bits": "min_wl", "target_bit": "target_bits", "compact_sate": "compact_state"},
+        ),
+        (
+            lambda groups: marvin.Quantized(MAKERS["Adam"](groups), marvin.StaticPolicy()),
+            {"per_chanel": "per_channel", "seeds": "seed"},
+        ),
+    ],
+    ids=["MSGD", "LossBudgetPolicy", "StaticPolicy"],
+)
+def test_a_misspelt_setting_is_named_once(make, slips):
+    """Not what schedulers and other libraries give to groups: warnings are errors here."""
+    first, second, third = (nn.Parameter(torch.ones(2, 2)) for _ in range(3))
+    others = dict.fromkeys(NAMES_OF_OTHERS, 1.0)
+    wrong = {"params": [first], "weight_decay": 0.1, "l1": 0.1, **others, **dict.fromkeys(slips, 5)}
+    with pytest.warns(UserWarning, match="must have settings of") as told:
+        optimizer = make([wrong, {"params": [second], **dict.fromkeys(slips, 5)}])
+    (message,) = map(str, (own.message for own in told))
+    assert all(f"{name} (is {near} meant?)" in message for name, near in slips.items())
+    assert message.count("meant?") == len(slips)
+    optimizer.add_param_group({"params": [third], **others, **dict.fromkeys(slips, 5)})
+
+
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
 def test_lightning_resumes_with_a_backbone_that_was_unfrozen(tmp_path):
     lightning = pytest.importorskip("lightning")

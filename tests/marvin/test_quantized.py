@@ -345,10 +345,45 @@ def test_a_wrapped_optimizer_may_have_stepped_before():
     assert all(s["step"] == 2 for s in adamw.state.values())
 
 
+class Sharp(torch.optim.SGD):
+    """Of the shape of SAM: its step needs a closure, and its signature does not say so."""
+
+    def first_step(self):
+        raise NotImplementedError
+
+    second_step = first_step
+
+
+class Around(torch.optim.SGD):
+    """Of the shape of Lookahead: its state is not torch's."""
+
+    def state_dict(self):
+        return {"slow": {}, "base": super().state_dict()}
+
+
+class Needy(torch.optim.SGD):
+    """Says in its step that it needs a closure."""
+
+    def step(self, closure=None):
+        assert closure is not None, "Needy requires closure, but it was not provided"
+
+
+def test_an_optimizer_that_needs_a_closure_after_all_is_named():
+    model = make_model()
+    optimizer = Quantized(Needy(model.parameters()), FixedPolicy())
+    model(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(ValueError, match=r"step needs no closure, got Needy$"):
+        optimizer.step(lambda: torch.tensor(1.0))
+
+
 def test_what_cannot_be_wrapped_is_refused():
     weight = nn.Parameter(torch.ones(2, 2))
     with pytest.raises(ValueError, match="needs no closure, got LBFGS"):
         Quantized(torch.optim.LBFGS([weight]), FixedPolicy())
+    with pytest.raises(ValueError, match=r"got Sharp: make it around Quantized, Sharp\(params"):
+        Quantized(Sharp([weight]), FixedPolicy())
+    with pytest.raises(ValueError, match=r"got Around's with slow, base: give marvin\.Quantized"):
+        Quantized(Around([weight]), FixedPolicy())
     with pytest.raises(TypeError, match="needs a float optimizer, got MSGD"):
         Quantized(MSGD([weight]), FixedPolicy())
     with pytest.raises(ValueError, match="buffer_bits must be 1 to"):
