@@ -437,7 +437,9 @@ def test_hyper_parameters_that_are_formats_are_saved_as_plain_values():
 )
 def test_hyper_parameters_that_would_not_come_back_are_refused_at_once(value):
     """A state gave tuples for lists, and did not load where a dictionary looked like a format."""
-    with pytest.raises(TypeError, match=r"hyper-parameters of Formatted .* got later: write tuples"):
+    with pytest.raises(
+        TypeError, match=r"hyper-parameters of Formatted .* got later: write tuples"
+    ):
         own(Formatted(later=value))
 
 
