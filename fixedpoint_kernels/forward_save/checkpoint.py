@@ -1,24 +1,30 @@
 """Blocks that keep their inputs alone, and run again in the backward pass."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, wraps
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fixedpoint_kernels._torch_private import is_checkpointed, tree_flatten, tree_unflatten
+from fixedpoint_kernels._torch_private import (
+    is_checkpointed,
+    is_recomputed,
+    tree_flatten,
+    tree_unflatten,
+    version_of,
+)
 
-__all__ = ["Checkpointed", "blocks", "copied_buffers"]
+__all__ = ["Buffers", "Checkpointed", "blocks", "copied_buffers"]
 
 
 class Checkpointed(nn.Module):
     """Goes before the class of a block: gradients, statistics and random numbers are torch's own.
 
-    torch's checkpoint runs a block a second time with all it does; here the second run writes to
-    copies of the buffers, so that running statistics move once a step.
+    torch's checkpoint runs a block a second time with all it does; here the second run finds the
+    buffers as the first did, and writes to copies, so that running statistics move once a step.
     """
 
     def __init_subclass__(cls, **named: Any):
@@ -65,36 +71,82 @@ def _run(module: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> 
     for i in at:
         leaves[i] = None
 
+    buffers = Buffers(module)
+
     def again(*tensors: Tensor) -> Any:
         filled = list(leaves)
         for i, tensor in zip(at, tensors, strict=True):
             filled[i] = tensor
         args, kwargs = tree_unflatten(filled, shape)
-        return own(*args, **kwargs)
+        with buffers.of_run(is_again=is_recomputed()):
+            return own(*args, **kwargs)
 
-    return checkpoint(again, *tensors, use_reentrant=False, context_fn=partial(_contexts, module))
+    return checkpoint(again, *tensors, use_reentrant=False)
 
 
-def _contexts(
-    module: nn.Module,
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return what surrounds the first run and the second."""
-    return nullcontext(), copied_buffers(module)
+class Buffers:
+    """The buffers of a block that runs more than once, each time as if for the first time.
+
+    Args:
+        module: The block, before its first run.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+        self._moved: list[_Buffer] = []  # those that the first run wrote to
+
+    @contextmanager
+    def of_run(self, *, is_again: bool) -> Iterator[None]:
+        """Surround a run: the first writes to the buffers, others write to copies of what it found."""
+        if is_again:
+            with copied_buffers(self._module, self._moved):
+                yield
+            return
+        found = _buffers(self._module)
+        copies = _copies(b.tensor for b in found)
+        versions = [version_of(b.tensor) for b in found]
+        yield
+        self._moved = [
+            b._replace(tensor=copies[id(b.tensor)])
+            for b, version in zip(found, versions, strict=True)
+            if getattr(b.module, b.name, None) is not b.tensor or version_of(b.tensor) != version
+        ]
 
 
 @contextmanager
-def copied_buffers(module: nn.Module) -> Iterator[None]:
-    """Let a block write to copies of its buffers."""
-    own = [
-        (part, name, buffer)
-        for part in module.modules()
-        for name, buffer in part.named_buffers(recurse=False)
-    ]
-    copies = {id(buffer): buffer.detach().clone() for _, _, buffer in own}
-    for part, name, buffer in own:
-        setattr(part, name, copies[id(buffer)])
+def copied_buffers(module: nn.Module, before: "Sequence[_Buffer]" = ()) -> Iterator[None]:
+    """Let a block write to copies of its buffers.
+
+    Args:
+        module: The block.
+        before: Buffers whose copies have other values.
+    """
+    own = _buffers(module)
+    put = [*own, *before]
+    copies = _copies(b.tensor for b in put)
+    for part, name, tensor in put:
+        setattr(part, name, copies[id(tensor)])
     try:
         yield
     finally:
-        for part, name, buffer in own:
-            setattr(part, name, buffer)
+        for part, name, tensor in own:
+            setattr(part, name, tensor)
+
+
+class _Buffer(NamedTuple):
+    module: nn.Module
+    name: str
+    tensor: Tensor
+
+
+def _buffers(module: nn.Module) -> list[_Buffer]:
+    return [
+        _Buffer(part, name, tensor)
+        for part in module.modules()
+        for name, tensor in part.named_buffers(recurse=False, remove_duplicate=False)
+    ]
+
+
+def _copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Return a copy of each tensor, by its ``id``: what modules share they share again."""
+    return {id(tensor): tensor.detach().clone() for tensor in tensors}

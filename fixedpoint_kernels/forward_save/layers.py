@@ -1,7 +1,6 @@
 """Convolution and linear layers that keep their input in few bits."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from fixedpoint_kernels._torch_private import (
     padding_around,
 )
 from fixedpoint_kernels.forward_save import maps, recompute, scope
-from fixedpoint_kernels.forward_save.checkpoint import copied_buffers
+from fixedpoint_kernels.forward_save.checkpoint import Buffers
 from fixedpoint_kernels.forward_save.settings import Division
 from fixedpoint_kernels.once import once_differentiable
 
@@ -163,12 +162,12 @@ class Recomputed(Divided):
         if len(args) != 1 or kwargs or not self._keeps(args[0]):
             return self._own(own, *args, **kwargs)
         parameters = [p for p in self.parameters() if p.requires_grad]
+        buffers = Buffers(self)  # running statistics move in the first run alone
 
         def run(x: Tensor, *given: Tensor) -> Tensor:
-            is_again = torch.is_grad_enabled()  # running statistics move in the first run alone
-            buffers = copied_buffers(self) if is_again else nullcontext()
+            is_again = torch.is_grad_enabled()
             others = dict(zip(parameters, given, strict=True))
-            with scope.paused(), in_place_of(self, others), buffers:
+            with scope.paused(), in_place_of(self, others), buffers.of_run(is_again=is_again):
                 return own(x)
 
         return recompute.again(run, [args[0], *parameters], self._pack, is_random=False)

@@ -18,7 +18,7 @@ from fixedpoint_kernels.forward_save import (
     swap,
 )
 from fixedpoint_kernels.forward_save.calls import Scoped
-from fixedpoint_kernels.forward_save.checkpoint import Checkpointed
+from fixedpoint_kernels.forward_save.checkpoint import Checkpointed, copied_buffers
 from fixedpoint_kernels.forward_save.choices import Choice
 from fixedpoint_kernels.forward_save.layers import (
     Convolution,
@@ -164,7 +164,8 @@ def _alone(module: nn.Module, given: sample.Given) -> Gradients:
         leaves.append(value.detach().clone().requires_grad_())
         return leaves[-1] * 1  # it may write to it
 
-    with torch.enable_grad(), sample.own_random_numbers(module):
+    alike = copied_buffers(module), sample.own_random_numbers(module)  # in all calls
+    with torch.enable_grad(), alike[0], alike[1]:
         torch.manual_seed(0)
         args, kwargs = sample.mapped(fresh, given)
         out = sample.tensors_in(module.forward(*args, **kwargs))

@@ -87,7 +87,20 @@ class Block(nn.Module):
         return self.n(self.c(x)).relu()
 
 
+class Following(nn.Module):
+    """Moves a buffer, and reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        self.scale += 1
+        return (x * self.scale).tanh()
+
+
 forward_save.register(Centred, "recompute")
+forward_save.register(Following, "recompute")
 forward_save.register(Block, "recompute")
 
 
@@ -118,6 +131,18 @@ def test_running_statistics_move_once_where_a_class_runs_again(before):
         assert (
             other.weight.grad - exact
         ).norm() < 0.3 * exact.norm()  # some fall to the other side of 0
+
+
+def test_buffers_are_found_as_they_were_where_a_class_runs_again():
+    model = nn.Sequential(Following())
+    twin = copy.deepcopy(model)
+    forward_save.convert(twin, division=EIGHT)
+    found = []
+    for one in (model, twin):
+        x = torch.linspace(-1, 1, 2048).view(8, 256).requires_grad_()
+        found.append(torch.autograd.grad(one(x).sum(), x)[0])
+    torch.testing.assert_close(*found, rtol=0.01, atol=0.01)  # 8 bits of a range of 2
+    assert torch.equal(model[0].scale, twin[0].scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 
 from fixedpoint_kernels import forward_save
 from fixedpoint_kernels.forward_save import checkpoint, ledger, measure, peak, sample, search
@@ -360,3 +361,60 @@ def test_a_block_whose_input_is_written_to_afterwards_is_left_alone(x):
     few = {"budget_bytes": loose.smallest_bytes, "choices": ["recompute"]}
     plan = forward_save.plan(model, x, **few)
     assert [row.layer for row in plan.layers if row.is_changed] == ["last"]
+
+
+class Moving(nn.Module):
+    """Reads buffers that it moves: a centre in place, a step that it puts anew, a power iteration."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = spectral_norm(nn.Linear(64, 64)), nn.Linear(64, 64)
+        self.register_buffer("centre", torch.zeros(64))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        y = self.first(x)
+        with torch.no_grad():
+            self.centre.lerp_(y.mean(0), 0.5)
+        self.scale = self.scale * 1.5
+        return x + self.last(torch.tanh((y - self.centre) * self.scale))
+
+
+def test_a_block_finds_buffers_again_as_the_first_run_did(x):
+    torch.manual_seed(0)
+    exact = nn.Sequential(Moving(), nn.Tanh(), Moving())
+    model = copy.deepcopy(exact)
+    plan = forward_save.plan(model, x, budget_bytes=2 * WHOLE, choices=["recompute"])
+    assert plan.refused == ()
+    assert [row.way for row in plan.layers] == ["recompute"] * 2
+    forward_save.convert(model, plan=plan)
+    for _ in range(2):
+        torch.testing.assert_close(step(model, x), step(exact, x), rtol=0, atol=0)
+    found = []
+    for one in (model, exact):  # both calls before the backward pass of the first
+        first, second = one(x).square().sum(), one(-x).square().sum()
+        found.append([torch.autograd.grad(y, list(one.parameters())) for y in (first, second)])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_a_plan_compares_runs_of_a_block_on_the_same_buffers(model, x, monkeypatch):
+    monkeypatch.undo()  # the costs are measured
+    block = Moving()
+    found = measure.costs(nn.Sequential(block), x, {}, ["0"])
+    assert found.refused == {}
+
+
+def test_a_block_runs_as_often_as_it_is_differentiated(x):
+    torch.manual_seed(0)
+    exact = nn.Sequential(Moving(), nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)))
+    model = copy.deepcopy(exact)
+    forward_save.convert(model, plan=plan_again(model, x, "0", "1"))
+    found = []
+    for one in (model, exact):
+        y, parameters = one(x).square(), list(one.parameters())
+        grads = [
+            torch.autograd.grad(y[:, 0].sum(), parameters[:2], retain_graph=True),
+            torch.autograd.grad(y[:, 1].sum(), parameters),
+        ]
+        found.append((grads, dict(one.named_buffers())))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
