@@ -108,6 +108,8 @@ class saving(Keeper, TorchFunctionMode):
 
 def _is_on() -> bool:
     """Whether functions are to keep less; a checkpoint, which runs them twice, keeps nothing."""
+    if torch.compiler.is_compiling():  # a part of a model, which is called in a scope
+        return False
     return torch.is_grad_enabled() and not here.is_paused and not is_checkpointed()
 
 

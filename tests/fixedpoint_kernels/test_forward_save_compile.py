@@ -6,10 +6,13 @@ import json
 import pickle
 import shutil
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
 
 from fixedpoint_kernels import forward_save
 from fixedpoint_kernels.few_bit import solver
@@ -425,6 +428,34 @@ def test_a_missing_compiler_is_named(model, x, monkeypatch):
     assert "compiled: left out: it does not compile: InvalidCxxCompiler: No working C++" in str(
         plan
     )
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x))) * x
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's, of its input
+@pytest.mark.parametrize("is_converted", [True, False])
+def test_a_part_that_is_compiled_is_one_graph_inside_of_a_scope(is_converted):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), Gate(), nn.Tanh()), torch.randn(256, 64)
+    want, settings = model(x), {"few_bit": 3, "division": True}
+    scope, graphs = forward_save.saving(**settings), CompileCounterWithBackend("aot_eager")
+    if is_converted:
+        forward_save.convert(model, **settings)
+    model[1].compile(fullgraph=True, backend=graphs)
+    with nullcontext() if is_converted else scope:
+        got = model(x)
+        got.sum().backward()
+    torch.testing.assert_close(got, want)
+    assert graphs.frame_count == 1
+    assert scope.handled == ({} if is_converted else {"linear": 1, "tanh": 1})
 
 
 class Scaled(nn.Module):
