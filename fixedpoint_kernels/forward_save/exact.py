@@ -108,11 +108,10 @@ def _spatial(module: nn.Module) -> int:
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
-        noise = F.dropout(torch.ones_like(x), p)  # 0 or 1 / (1 - p), as torch draws them
-        ctx.scale, ctx.table = 1 / (1 - p), table_key("relu", 1, "uniform")
-        ctx.order = _order(x)
+        out, noise, ctx.scale = _drawn(x, p)
+        ctx.table, ctx.order = table_key("relu", 1, "uniform"), _order(x)
         ctx.save_for_backward(operators.encode(noise.permute(ctx.order), ctx.table))
-        return x * noise
+        return out
 
     @staticmethod
     @once_differentiable
@@ -120,9 +119,22 @@ class _Dropout(torch.autograd.Function):
         (planes,) = ctx.saved_tensors
         ordered = grad.permute(ctx.order)
         kept = operators.decode(ordered, planes, ctx.table, grad.dtype)
-        scale = torch.ones((), dtype=grad.dtype, device=grad.device) * ctx.scale
         back = [ctx.order.index(i) for i in range(grad.dim())]
-        return (kept * scale).permute(back), None
+        return (kept * ctx.scale).permute(back), None
+
+
+def _is_fused(x: Tensor) -> bool:
+    """Whether torch drops in one kernel, which rounds once."""
+    return x.is_cuda
+
+
+def _drawn(x: Tensor, p: float) -> tuple[Tensor, Tensor, float]:
+    """Return ``F.dropout``, a tensor that is 0 where it drops, and what gradients are multiplied by."""
+    if _is_fused(x):
+        out, mask = torch.native_dropout(x, p, True)
+        return out, mask.to(x.dtype), 1 / (1 - p)
+    noise = F.dropout(torch.ones_like(x), p)  # 0 or 1 / (1 - p), rounded as torch does
+    return x * noise, noise, float(torch.ones((), dtype=x.dtype).div_(1 - p))
 
 
 def _order(x: Tensor) -> tuple[int, ...]:

@@ -245,9 +245,10 @@ def _linear(scope: Keeper, func: Function, args: Arguments, kwargs: Options) -> 
     given = _bound("input weight bias", args, kwargs)
     if scope.division is None or given is None or not _is_trained(given["input"], given["weight"]):
         return NotImplemented
-    if given["weight"].dim() != 2:
+    weight, bias = given["weight"], given.get("bias")
+    if weight.dim() != 2 or (bias is not None and bias.dim() > 1):
         return NotImplemented
-    return layers.linear(given["input"], given["weight"], given.get("bias"), scope.pack_rows)
+    return layers.linear(given["input"], weight, bias, scope.pack_rows)
 
 
 def _addmm(scope: Keeper, func: Function, args: Arguments, kwargs: Options) -> Made:

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -95,6 +96,20 @@ def test_gradients_are_near_with_eight_bits(name):
     exact_bits(got, want)
     for a, b in zip(gradients, expected, strict=True):
         assert (a - b).norm() < 0.05 * b.norm()  # 8 bits of a range
+
+
+def test_a_linear_function_takes_any_bias():
+    for shape, bias in [((16, 8), (16, 4)), ((16, 8), (1, 4)), ((2, 16, 8), (16, 4)), ((8,), (1,))]:
+        x = w(*shape)
+
+        found = []
+        for scope in (nullcontext(), forward_save.saving(division={"bits": 8})):
+            given = [w(4, 8), w(*bias)]
+            with scope:
+                y = F.linear(x * 1, *given)
+            found.append((y, torch.autograd.grad(y.square().sum(), [x, *given])))
+        exact_bits(found[1][0], found[0][0])
+        torch.testing.assert_close(found[1][1], found[0][1], rtol=0.05, atol=0.05)  # 8 bits
 
 
 def test_few_bit_activations_are_those_of_the_function():

@@ -9,7 +9,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.nn.utils.parametrize import remove_parametrizations
 
 from fixedpoint_kernels import forward_save
-from fixedpoint_kernels.forward_save import maps
+from fixedpoint_kernels.forward_save import exact, maps
 
 CONVOLUTIONS = [
     (lambda: nn.Conv2d(3, 5, 3, padding=1), (2, 3, 9, 7)),
@@ -186,6 +186,26 @@ def test_a_transposed_convolution_takes_an_output_size(whole):
     x = torch.randn(1, 2, 4, 4)
     twin = converted(layer)
     exact_bits(twin(x, output_size=[10, 10]), layer(x, output_size=[10, 10]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_dropout_is_torchs_at_any_rate(dtype, device):
+    for p in (0.04, 0.052, 0.1, 0.15, 0.3):  # 1 / (1 - p) is rounded in several ways
+        layer, x = nn.Dropout(p), torch.randn(16, 64, device=device, dtype=dtype)
+        exact_bits(run(converted(layer), x), run(layer, x))
+
+
+def test_dropout_of_one_kernel_is_torchs(monkeypatch):
+    """As on a GPU."""
+    monkeypatch.setattr(exact, "_is_fused", lambda x: True)
+    x, grad = torch.randn(16, 64).bfloat16().requires_grad_(), torch.randn(16, 64).bfloat16()
+    found = []
+    for call in (lambda: torch.native_dropout(x, 0.15, True)[0], lambda: exact.dropout(x, 0.15)):
+        torch.manual_seed(0)
+        y = call()
+        found.append([y, *torch.autograd.grad(y, x, grad)])
+    exact_bits(*found)
 
 
 def test_in_place_dropout(whole):
