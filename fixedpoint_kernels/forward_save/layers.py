@@ -189,11 +189,6 @@ def made_small(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
     return weight if dtype is None or maps.is_parameter(weight) else weight.to(dtype)
 
 
-def cast(dtype: torch.dtype | None, *tensors: Tensor | None) -> list[Any]:
-    """Return tensors in the type that autocast gives them; None: it leaves them alone."""
-    return [t if t is None or dtype is None else t.to(dtype) for t in tensors]
-
-
 def _padded(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Pad what a convolution's own padding cannot, as torch does; return what is left to pad."""
     around = padding_around(module)
@@ -254,7 +249,7 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(weight, *parts)
         ctx.is_kept = parts[0] is not None
         ctx.shape, ctx.bias_sizes = x.shape, None if bias is None else list(bias.shape)
-        return torch.convolution(*cast(dtype, x, weight, bias), *ctx.geometry)
+        return torch.convolution(*maps.cast(dtype, x, weight, bias), *ctx.geometry)
 
     @staticmethod
     @once_differentiable
@@ -277,7 +272,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         dtype, *parts, ctx.form = rest
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *parts)
-        return F.linear(*cast(dtype, x, weight, bias))
+        return F.linear(*maps.cast(dtype, x, weight, bias))
 
     @staticmethod
     @once_differentiable

@@ -7,7 +7,7 @@ model; and an operator may write to it, which a compiled graph keeps in order.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ __all__ = [
     "Form",
     "Packed",
     "autocast_dtype",
+    "cast",
     "has_autocast",
     "is_dense",
     "is_less_in_code",
@@ -355,6 +356,16 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if not (has_autocast(kind) and torch.is_autocast_enabled(kind)):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+def cast(dtype: torch.dtype | None, *tensors: Tensor | None) -> list[Any]:
+    """Return tensors in the type that autocast gives them; None: it leaves them alone.
+
+    Those that need a gradient say so, for torch asks it how to multiply. A graph does not.
+    """
+    if dtype is None or torch.compiler.is_compiling():
+        return [t if t is None or dtype is None else t.to(dtype) for t in tensors]
+    return [t if t is None else t.to(dtype).requires_grad_(t.requires_grad) for t in tensors]
 
 
 @compiled_as_constant  # torch 2.11's compiler does not know what it asks

@@ -98,7 +98,7 @@ class _Matmul(torch.autograd.Function):
     ) -> Tensor:
         _save(ctx, kept)
         ctx.shapes = a.shape, b.shape
-        return func(a, b) if dtype is None else func(a.to(dtype), b.to(dtype))
+        return func(*maps.cast(dtype, a, b))
 
     @staticmethod
     @once_differentiable

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
 from fixedpoint_kernels import forward_save
@@ -167,3 +168,16 @@ def test_a_sample_may_be_keywords():
     assert all(row.error > 0 for row in plan.layers)
     report = forward_save.convert(model, few_bit=3, sample_input=sample_input)
     assert report.calls == ()
+
+
+@pytest.mark.parametrize("multiply", [F.linear, lambda x, weight: x @ weight.mT])
+def test_values_of_transposed_inputs_are_torchs(multiply):
+    """Torch asks whether a weight learns, and then multiplies by it in one piece."""
+    for seed in range(6):
+        torch.manual_seed(seed)
+        x, weight = torch.randn(3, 64, 40).mT, torch.randn(32, 64, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.float16):
+            want = multiply(x, weight)
+            with forward_save.saving(division=True):
+                got = multiply(x, weight)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
