@@ -108,7 +108,7 @@ class Quantized(WatchesWeights, AskedByScaler):
 
     Weights that change between two steps (``load_state_dict`` of a pretrained model, ``zero_()``,
     ``clamp_()`` under ``no_grad``) are the new weights: their masters take the new values, and a
-    warning says so once. So are those that got other memory (``weight.data = x``). What is written
+    warning names each once. So are those that got other memory (``weight.data = x``). What is written
     into ``weight.data`` is lost: call ``adopt_weights()`` after. The second step and every 100th look
     for it, and warn once.
 
@@ -759,7 +759,6 @@ class Quantized(WatchesWeights, AskedByScaler):
             self._taken = name, found.difference(adopted)
         self._write(adopted, Purpose.INITIAL)
         self._carriers.publish(self)
-        self._unsaid = (*self._unsaid, *(self._layout.names[p] for p in adopted))
         return []
 
     def _before_scaled_step(self) -> None:

@@ -1,13 +1,15 @@
 """What others did to the weights since an optimizer wrote them, and masters that cannot be right."""
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels import BlockFloat, FixedPoint
 from fixedpoint_kernels._torch_private import left_uncompiled
+from marvin.channels import ChannelFormat, scale_of
 from marvin.compact import master_of, put_master
 from marvin.display import listed
 from marvin.marks import marks_of
@@ -20,6 +22,18 @@ from marvin.wrappers import for_wrappers
 
 __all__ = ["WatchesWeights"]
 
+_ULPS = (
+    2  # of the largest weight: what adding a number up to twice as large and taking it back leaves
+)
+
+
+class _Change(NamedTuple):
+    """What others made of a weight."""
+
+    master: Tensor
+    is_none: bool  # but for rounding
+    is_small: bool  # so that nobody need know
+
 
 @for_wrappers
 class WatchesWeights(WithMasters):
@@ -28,6 +42,7 @@ class WatchesWeights(WithMasters):
     _names_unseen: bool = False  # whether ``_name_unseen`` has warned
     _runaways: frozenset[str] = frozenset()  # layers that ``_name_runaways`` has warned of
     _taken: "tuple[str, frozenset[Tensor]] | None" = None  # whose rounded weights are masters
+    _said: frozenset[str] = frozenset()  # whose changed weights ``_name_adopted`` has warned of
     _unsaid: tuple[str, ...] = ()  # whose changed weights are masters, without a word so far
 
     @left_uncompiled
@@ -112,13 +127,49 @@ class WatchesWeights(WithMasters):
         for i in [] if wrong else changed:
             own, p = local(params[i]), params[i]
             self._marks[i], (weight,) = now[i], self._rounded([p])
-            if weight is not None and (differs := own != weight).any():
-                master, numbers = master_of(self.state[p]), weight != 0
-                if 2 * int((differs & numbers).sum()) > int(numbers.sum()):
-                    master = own.float()  # all are new; some are what the old ones were rounded to
-                put_master(self.state[p], torch.where(differs, own.float(), master))
-                adopted.append(p)
+            if weight is None or torch.equal(own, weight):
+                continue
+            change = self._change(p, weight)
+            if change.is_none:
+                own.copy_(weight)
+                (self._marks[i],) = marks_of([own])
+                continue
+            put_master(self.state[p], change.master)
+            adopted.append(p)
+            if not change.is_small:
+                self._unsaid = (*self._unsaid, self._layout.names[p])
         return adopted, wrong
+
+    def _change(self, p: Tensor, weight: Tensor) -> "_Change":
+        """Return what others made of ``weight``.
+
+        What is added and taken back (a perturbation of SAM) leaves the rounding of the weight's dtype: in
+        float32 that is no change. In bfloat16 and float16 it may be as large as a change: it is added to the
+        master, which keeps its fraction. So is what is far below a step of the format.
+        """
+        values, master, step = local(p).float(), master_of(self.state[p]), self._step_of(p, weight)
+        off = values - weight
+        size, largest = off.abs(), values.abs().max()
+        near = size <= (step / 256).maximum(_ULPS * torch.finfo(p.dtype).eps * largest)
+        same = (size < step) & (size <= _ULPS * torch.finfo(torch.float32).eps * largest)
+        new, numbers = (off != 0) & ~(near & (size < step)), weight != 0
+        if 2 * int((new & numbers).sum()) > int(numbers.sum()):
+            master = values  # all are new; some are what the old ones were rounded to
+        else:
+            master = values.where(new, master + off)
+        return _Change(master, bool((same | (off == 0)).all()), bool(near.all()))
+
+    def _step_of(self, p: Tensor, weight: Tensor) -> Tensor:
+        """Return how far each number of ``weight`` is from the next one; 0 where it is the master."""
+        fmt = self.format_of(p)
+        if fmt is None and p.dtype == torch.float32:
+            return torch.zeros_like(weight)
+        own = weight.float().abs() * torch.finfo(p.dtype).eps
+        if isinstance(fmt, ChannelFormat):
+            return own.maximum(fmt.fmt.lsb / scale_of(fmt, weight, self._layout.shards[p].offset))
+        if isinstance(fmt, BlockFloat):
+            fmt = FixedPoint(fmt.wl, fmt.fl(float(weight.min()), float(weight.max())))
+        return own if fmt is None else own.clamp_min(fmt.lsb)
 
     def _name_unseen(self) -> None:
         """Warn once of weights that others wrote to without a trace, as ``weight.data.clamp_()`` does."""
@@ -166,8 +217,9 @@ class WatchesWeights(WithMasters):
             self._taken = type(before).__name__, known | found
 
     def _name_adopted(self) -> None:
-        """Warn of weights that others have changed and that were taken as masters, if no state came over them."""
-        names, self._unsaid = list(dict.fromkeys(self._unsaid)), ()
+        """Warn once of weights that others have changed and that were taken as masters, if no state came over them."""
+        names = [name for name in dict.fromkeys(self._unsaid) if name not in self._said]
+        self._said, self._unsaid = self._said.union(names), ()
         if names:
             warn_user(
                 f"weights changed outside of {type(self).__name__} are the new masters, rounded: "

@@ -299,6 +299,111 @@ def test_pruned_weights_stay_pruned():
     assert master[zeros].abs().max() < 0.1 < master[~zeros].abs().max()
 
 
+def climb_and_go_back(model, optimizer, *, exactly, steps=6, size=0.05):
+    """Train with perturbed weights, as SAM does."""
+    for _ in range(steps):
+        weights = [*model.parameters()]
+        old = [p.detach().clone() for p in weights]
+        with torch.no_grad():
+            moves = [size * torch.randn(p.shape).to(p.dtype) for p in weights]
+            for p, move in zip(weights, moves, strict=True):
+                p.add_(move)
+        model.zero_grad()
+        x = torch.randn(16, 8, dtype=weights[0].dtype)
+        F.cross_entropy(model(x), torch.randint(3, (16,))).backward()
+        with torch.no_grad():
+            for p, move, before in zip(weights, moves, old, strict=True):
+                if exactly:
+                    p.copy_(before)
+                else:
+                    p.sub_(move)
+        optimizer.step(loss=1.0)
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.05])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        marvin.StaticPolicy(6, 8),
+        marvin.StaticPolicy(6, 8, per_channel=True),
+        marvin.StaticPolicy(16, 16),
+        marvin.MarvinPolicy(),
+        marvin.MuppetPolicy(),
+    ],
+)
+@pytest.mark.parametrize("compact_state", [False, True])
+def test_what_is_taken_back_but_for_rounding_is_no_change(policy, size, compact_state):
+    found = []
+    for exactly in (True, False):  # without a warning, which would be an error here
+        model = make_model()
+        sgd = torch.optim.SGD(model.named_parameters(), lr=1e-3)
+        options = {"compact_state": compact_state, "one_dim": "previous"}
+        optimizer = marvin.Quantized(sgd, policy, **options)
+        train(model, optimizer, steps=1)  # from now on all have formats
+        climb_and_go_back(model, optimizer, exactly=exactly, size=size)
+        found.append((model.state_dict(), optimizer.state_dict()))
+    assert_same(*found)
+
+
+def test_what_is_taken_back_is_as_it_was_when_a_state_is_saved():
+    model = make_model()
+    optimizer = marvin.MSGD(model.named_parameters(), lr=0.05)  # rounds by noise
+    train(model, optimizer)
+    weight = model[0].weight
+    before, move = weight.detach().clone(), 0.01 * torch.randn(16, 8)
+    with torch.no_grad():
+        weight.add_(move).sub_(move)
+    assert not torch.equal(weight, before)
+    optimizer.state_dict()
+    assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wl", [4, 8, 16])
+def test_what_rounding_leaves_in_16_bits_is_added_to_masters(wl, dtype):
+    torch.manual_seed(0)
+    p = nn.Parameter((torch.randn(64, 32) * 0.1).to(dtype))
+    optimizer = marvin.Quantized(torch.optim.SGD([p], lr=0.01), marvin.StaticPolicy(wl, 8))
+    p.grad = torch.randn_like(p)
+    optimizer.step(loss=1.0)
+    master, before = optimizer.state[p]["master"].clone(), p.detach().float()
+    move = (0.01 * torch.randn(p.shape)).to(dtype)
+    with torch.no_grad():
+        p.add_(move).sub_(move)
+    off = p.detach().float() - before
+    optimizer.state_dict()
+    large = before.abs() > move.float().abs()
+    assert off[large].any()
+    wanted = master + off
+    assert torch.equal(optimizer.state[p]["master"][large], wanted[large])
+
+
+def test_a_small_change_of_float32_weights_is_exact():
+    model, optimizer, _ = trained()
+    weight, lsb = model[0].weight, optimizer.formats()["0.weight"].lsb
+    master = optimizer.state[weight]["master"].clone()
+    with torch.no_grad():
+        weight[0] += lsb / 8
+    changed = weight[0].detach().clone()
+    optimizer.state_dict()
+    assert torch.equal(optimizer.state[weight]["master"][0], changed)
+    assert torch.equal(optimizer.state[weight]["master"][1:], master[1:])
+
+
+def test_changes_are_named_once():
+    model, optimizer, _ = trained()
+    told = []
+    for names in (["0"], ["0"], ["2", "0"], ["2"]):
+        with torch.no_grad():
+            for name in names:
+                model.get_submodule(name).weight.clamp_(-0.11, 0.11)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(model, optimizer, steps=1)
+        told.append([str(w.message).partition("rounded: ")[2] for w in caught])
+    assert told == [["0.weight"], [], ["2.weight"], []]
+
+
 @pytest.mark.parametrize("steps", [1, 99])
 @pytest.mark.parametrize("policy", [marvin.StaticPolicy(), marvin.MarvinPolicy()])
 def test_what_is_written_into_data_is_named(policy, steps):
