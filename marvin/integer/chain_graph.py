@@ -222,7 +222,7 @@ class _Search:
         own = self.module.get_submodule(str(node.target))
         if type(own) is IntegerConv2d and not isinstance(window_of(own), str):
             return _sums_fit(own) and self._convolution(node, source)
-        if type(own) is IntegerLinear:
+        if isinstance(own, IntegerLinear):
             return self._linear(node, source, own)
         if type(own) is nn.BatchNorm2d:
             return self._norm(node, source)

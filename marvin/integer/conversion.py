@@ -166,8 +166,8 @@ def convert(
     are computed in float.
 
     Modules stay the same objects with the same parameters, hooks and names; only their class
-    becomes ``IntegerConv2d``, ``IntegerConv1d`` or ``IntegerLinear``, or ``IntegerConv1D`` of the one
-    that transformers has. A second call changes the
+    becomes ``IntegerConv2d``, ``IntegerConv1d`` or ``IntegerLinear``, or a class of its own for ``Conv1D``
+    of transformers and ``Linear`` of timm. A second call changes the
     options. Where it is interrupted, the model stays as it was.
 
     Args:
@@ -316,6 +316,15 @@ def _row(name: str, module: nn.Module) -> Row:
     return Row(name, way, of_input, of_weight, "" if all(bits) else "gradient_bits=None")
 
 
+def _named(kind: type[nn.Module]) -> str:
+    """Return the name of a class without integer products, and what to write."""
+    if kind.__module__.startswith("torch."):
+        return kind.__name__ + _INSTEAD.get(kind, "")
+    known = ", ".join(f"nn.{own.__name__}" for own in CLASSES)
+    path = f"{kind.__module__}.{kind.__qualname__}"
+    return f"{path}: where it computes what one of {known} does, put that in its place"
+
+
 def _why_not(module: nn.Module) -> str:
     """Say why a layer does not multiply integers; "" where it does."""
     if integer_class(type(module)) is not None:
@@ -325,8 +334,7 @@ def _why_not(module: nn.Module) -> str:
             return "forward_save.convert came first: revert it, call integer.convert, then again"
         if computed := computed_weights(module):
             return f"a parametrisation computes its {' and '.join(computed)}"
-        instead = _INSTEAD.get(type(module), "")
-        return f"there is no integer product for {type(module).__name__}{instead}"
+        return f"there is no integer product for {_named(type(module))}"
     if any(t.is_meta for t in (*module.parameters(False), *module.buffers(False))):
         return "it is on the meta device, which has no values"
     formats = carried(module)[0]
@@ -334,7 +342,9 @@ def _why_not(module: nn.Module) -> str:
         return "it carries no formats: marvin.quantize_activations leaves it out, or was not called"
     product = choose(module, formats)
     if isinstance(product, str):
-        return product
+        waits = any(own.name in own.state.waiting for own in rounders_of(module))
+        is_known_later = waits and product == "its inputs are float32"
+        return f"{product}: not called yet" if is_known_later else product
     if getattr(module, OPTIONS).execution == "simulation":
         return "the integer step is simulated"
     return why_no_kernel(_device(module), product.groups)

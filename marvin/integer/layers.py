@@ -27,8 +27,8 @@ from marvin.settings import is_exported, is_traced
 
 __all__ = [
     "CLASSES",
-    "CONV1D",
     "OPTIONS",
+    "OTHERS",
     "IntegerConv1d",
     "IntegerConv2d",
     "IntegerLinear",
@@ -88,8 +88,11 @@ CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv2d: IntegerConv2d,
     nn.Linear: IntegerLinear,
 }
-CONV1D = "transformers.pytorch_utils.Conv1D"
-"""Name of transformers' linear layer whose weight is (features, outputs)."""
+OTHERS = {
+    "transformers.pytorch_utils.Conv1D": "IntegerConv1D",  # its weight is (features, outputs)
+    "timm.layers.linear.Linear": "IntegerTimmLinear",  # as nn.Linear, but for TorchScript
+}
+"""Linear layers of other packages by name, and the names of their classes with integer products."""
 
 
 class TransposedLinear(_FromFloats):
@@ -102,14 +105,13 @@ class TransposedLinear(_FromFloats):
 
 def integer_class(kind: type) -> type | None:
     """Return the class whose products are of integers; None where a layer of class ``kind`` has none."""
-    if f"{kind.__module__}.{kind.__qualname__}" == CONV1D:
-        return _transposed(kind)
-    return CLASSES.get(kind)
+    name = OTHERS.get(f"{kind.__module__}.{kind.__qualname__}")
+    return CLASSES.get(kind) if name is None else _of_others(kind, name)
 
 
 def is_linear(module: nn.Module | None) -> bool:
     """Say whether a module is a converted linear layer."""
-    return type(module) is IntegerLinear or isinstance(module, TransposedLinear)
+    return isinstance(module, IntegerLinear | TransposedLinear)
 
 
 def features_of(layer: Any) -> tuple[int, int]:
@@ -120,20 +122,22 @@ def features_of(layer: Any) -> tuple[int, int]:
 
 
 @cache
-def _transposed(kind: type) -> type:
+def _of_others(kind: type, name: str) -> type:
     scope = {
         "__module__": __name__,
         "__doc__": "A linear layer; see ``marvin.integer.convert``.",
         "_integer_stock": kind,
     }
-    return type("IntegerConv1D", (TransposedLinear, kind), scope)
+    base = IntegerLinear if issubclass(kind, nn.Linear) else TransposedLinear
+    return type(name, (base, kind), scope)
 
 
 def __getattr__(name: str) -> type:
-    """Return the class of transformers' ``Conv1D`` with integer products, of which a pickle has the name."""
-    if name != "IntegerConv1D":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _transposed(pkgutil.resolve_name(CONV1D.replace(".Conv1D", ":Conv1D")))
+    """Return the class with integer products of a layer of ``OTHERS``, of which a pickle has the name."""
+    for path, own in OTHERS.items():
+        if own == name:
+            return _of_others(pkgutil.resolve_name(":".join(path.rsplit(".", 1))), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 _DIMS = {IntegerConv1d: 3, IntegerConv2d: 4}

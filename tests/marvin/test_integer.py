@@ -667,7 +667,7 @@ def test_the_report_says_why_not():
         "its border is not 0",
         "padding='same' of an even kernel pads one side more than the other",
         "there is no integer product for ConvTranspose2d",
-        "there is no integer product for Own",
+        f"there is no integer product for {__name__}.Own",
         "it carries no formats",
         "",
     ]
@@ -676,6 +676,32 @@ def test_the_report_says_why_not():
     y = model.eval()(x)
     revert(model)
     torch.testing.assert_close(model(x), y)
+
+
+class Unused(nn.Module):
+    """A layer, and one that is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.unused = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_the_report_says_what_was_not_called():
+    model = Unused()
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer = marvin.Quantized(sgd, marvin.StaticPolicy())
+    handle = marvin.quantize_activations(model, optimizer)
+    convert(model)
+    for _ in range(2):
+        loss = model(torch.randn(8, 16)).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss)
+    assert "not unused: not called yet" in str(handle.report)
+    reasons = {row.name: row.reason for row in report(model).rows}
+    assert reasons == {"layer": "", "unused": "its inputs are float32: not called yet"}
 
 
 def test_what_does_not_fit_is_refused_or_left_to_torch():

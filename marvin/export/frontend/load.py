@@ -16,7 +16,7 @@ from marvin.freezing import frozen_formats, saved_classes
 from marvin.integer.conversion import revert
 from marvin.integer.formats import Options
 from marvin.integer.fusion import Fused
-from marvin.integer.layers import CLASSES, CONV1D, integer_class
+from marvin.integer.layers import CLASSES, OTHERS, integer_class
 
 __all__ = ["load_frozen", "load_tensor"]
 
@@ -24,7 +24,7 @@ _WRITE = "write torch.save(marvin.freeze(model), path)"
 _OURS = "marvin.", "fixedpoint_kernels."
 _INTEGER = Fused, Options, *CLASSES.values()
 _LAYERS = [getattr(nn, name) for name in nn.modules.__all__]
-_NAMED = {"marvin.integer.layers.IntegerConv1D": CONV1D}  # who allows the second allows the first
+_NAMED = {f"marvin.integer.layers.{own}": path for path, own in OTHERS.items()}  # who allows the second allows the first
 
 
 def load_frozen(path: str | Path, allow: Sequence[str] = ()) -> nn.Module:

@@ -155,7 +155,7 @@ def _plain(model: nn.Module) -> nn.Module:
 def _turned(
     model: nn.Module, weights: Mapping[str, Format]
 ) -> tuple[nn.Module, Mapping[str, Format]]:
-    """Return a model without transformers' ``Conv1D``, which are ``nn.Linear`` in a copy, and formats of its weights."""
+    """Return a model whose linear layers of other packages are ``nn.Linear`` in a copy, and formats of its weights."""
     kinds = [(name, type(m)) for name, m in model.named_modules()]
     names = [name for name, kind in kinds if integer_class(kind) not in (None, *CLASSES.values())]
     if not names:
@@ -163,8 +163,11 @@ def _turned(
     model, found = copy.deepcopy(model), dict(weights)
     for name in names:
         own: Any = model.get_submodule(name)
+        is_turned, own.__class__ = not isinstance(own, nn.Linear), nn.Linear
+        if not is_turned:
+            continue
         own.weight = nn.Parameter(own.weight.detach().T.contiguous(), requires_grad=False)
-        own.__class__, own.in_features, own.out_features = nn.Linear, own.nx, own.nf
+        own.in_features, own.out_features = own.nx, own.nf
         fmt = found.get(key := f"{name}.weight".lstrip("."))
         if isinstance(fmt, ChannelFormat):  # of each input: a sum has one
             found[key] = fmt.whole()
