@@ -547,6 +547,26 @@ def watched(call):
         return call()
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_operations_are_counted_as_those_of_floats(fused):
+    model, optimizer = make(converted=False)
+    train(model, optimizer, 3)
+
+    def counted():
+        counts = []
+        for own in (model.train(), model.eval(), marvin.freeze(model)):
+            with FlopCounterMode(display=False) as counter:
+                y = own(images(0))
+                if own.training:
+                    y.sum().backward()
+            counts.append(counter.get_total_flops())
+        return counts
+
+    floats = counted()
+    assert all(row.is_integer for row in convert(model, fused=fused).rows)
+    assert counted() == floats
+
+
 @pytest.mark.parametrize("policy", ["budget", "channels"])
 @pytest.mark.parametrize("last", [8, 6, 3])
 @pytest.mark.parametrize("way", ["eval", "train", "compiled", "watched"])

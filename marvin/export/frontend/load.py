@@ -24,7 +24,9 @@ _WRITE = "write torch.save(marvin.freeze(model), path)"
 _OURS = "marvin.", "fixedpoint_kernels."
 _INTEGER = Fused, Options, *CLASSES.values()
 _LAYERS = [getattr(nn, name) for name in nn.modules.__all__]
-_NAMED = {f"marvin.integer.layers.{own}": path for path, own in OTHERS.items()}  # who allows the second allows the first
+_NAMED = {
+    f"marvin.integer.layers.{own}": path for path, own in OTHERS.items()
+}  # who allows the second allows the first
 
 
 def load_frozen(path: str | Path, allow: Sequence[str] = ()) -> nn.Module:
