@@ -5,7 +5,6 @@ To be imported where PyTorch's compiler is loaded anyway: the counter loads Trit
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -18,15 +17,17 @@ _Shape = Sequence[int]
 
 
 @register_flop_formula(torch.ops.fixedpoint_kernels.products_convolve)
-def _forward(_: _Shape, weight: _Shape, *args: Any, out_shape: _Shape, **kwargs: Any) -> int:
+def _forward(_: _Shape, weight: _Shape, *args: object, out_shape: _Shape, **kwargs: object) -> int:
     return 2 * prod(out_shape) * prod(weight[1:])
 
 
 @register_flop_formula(torch.ops.fixedpoint_kernels.products_input_gradient)
-def _input_gradient(grad: _Shape, weight: _Shape, *args: Any, **kwargs: Any) -> int:
+def _input_gradient(grad: _Shape, weight: _Shape, *args: object, **kwargs: object) -> int:
     return 2 * prod(grad) * prod(weight[1:])
 
 
 @register_flop_formula(torch.ops.fixedpoint_kernels.products_weight_gradient)
-def _weight_gradient(_: _Shape, grad: _Shape, *args: Any, out_shape: _Shape, **kwargs: Any) -> int:
+def _weight_gradient(
+    _: _Shape, grad: _Shape, *args: object, out_shape: _Shape, **kwargs: object
+) -> int:
     return 2 * prod(grad) * prod(out_shape[1:])
