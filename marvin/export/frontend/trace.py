@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -238,6 +239,18 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         ) from cause
 
 
+def _is_given(parameter: Parameter) -> bool:
+    """Return whether a caller must give an argument."""
+    variable = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
+    return parameter.default is Parameter.empty and parameter.kind not in variable
+
+
+def _nothing_for(parameter: Parameter) -> Any:
+    """Return what an argument is that nobody gives."""
+    empty = {Parameter.VAR_POSITIONAL: (), Parameter.VAR_KEYWORD: {}}
+    return empty.get(parameter.kind, parameter.default)
+
+
 class _Tracer(Tracer):
     """Traces a model, and the roundings of modules that are traced through.
 
@@ -251,6 +264,19 @@ class _Tracer(Tracer):
         super().__init__()
         self.activations = activations
         self.rounded: set[str] = set()
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: dict[str, Any] | None = None
+    ) -> tuple[Any, list[Any]]:
+        """Give optional arguments of the model their defaults: a network has none."""
+        fn, args = super().create_args_for_root(root_fn, is_module, concrete_args)
+        parameters = signature(root_fn).parameters.values()
+        for place, parameter in enumerate(parameters):
+            if place < 2 or _is_given(parameter):  # self, and the network's input
+                continue
+            self.graph.erase_node(args[place].node)
+            args[place] = _nothing_for(parameter)
+        return fn, args
 
     def call_module(self, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Add what a module rounds around the calls inside of it."""

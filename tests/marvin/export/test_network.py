@@ -509,3 +509,24 @@ def test_an_average_has_the_format_of_each_layer_that_takes_it():
 
 def averages(network):
     return {op.name: op.fmt for op in network.operations if isinstance(op, AveragePool)}
+
+
+class Optional(nn.Module):
+    """Has arguments that nobody need give."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(8, 8), nn.Linear(8, 3), forward
+
+    def forward(self, x, mask=None, *, features=False, **others):
+        hidden = self.first(x)
+        if mask is not None:
+            hidden = hidden * mask
+        return hidden if features or others else self.how(self.last(hidden))
+
+
+def test_arguments_with_defaults_have_these():
+    x = torch.randn(16, 8)
+    fixed = marvin.calibrate(Optional(torch.relu), [x], bits=16)
+    network = describe(fixed, x)
+    assert (integer.run(network, x) - fixed(x)).abs().max() < 1e-2
