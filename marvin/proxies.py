@@ -36,7 +36,7 @@ _PYTHONS = "abc", "dataclasses"
 _PLAIN_LOOKS = "LOAD_ATTR", "LOAD_METHOD", "MATCH_CLASS"
 _METACLASSES = type, ABCMeta, type(Tensor), type(nn.Parameter)
 _NUMBERS = (
-    "__int__", "__float__", "__complex__", "__round__", "__trunc__", "__floor__", "__ceil__",
+    "__float__", "__complex__", "__round__", "__trunc__", "__floor__", "__ceil__",
 )  # fmt: skip
 
 
@@ -87,6 +87,14 @@ class AskedTracer(fx.Tracer):
         """Return the classes of which a value has one; none where nothing is known."""
         return ()
 
+    def rank(self, proxy: fx.Proxy) -> int | None:
+        """Return the number of dimensions of a value; None where that is not known."""
+        return None
+
+    def number(self, proxy: fx.Proxy) -> int | None:
+        """Return a size; None where a value is none, or not known."""
+        return None
+
     def kind(self, proxy: fx.Proxy) -> type:
         """Return the class of a value; where that is not known, remember it, and return the proxy's."""
         found = self.kinds(proxy)
@@ -123,7 +131,9 @@ class _Asked(fx.Proxy):
             return type(self)
         return self.tracer.kind(self)
 
-    def __getattr__(self, name: str) -> Attribute:
+    def __getattr__(self, name: str) -> Any:
+        if name == "ndim" and (rank := self.tracer.rank(self)) is not None:
+            return rank
         frame, kinds = caller(), self.tracer.kinds(self)
         found = _Attribute(self, name)
         if is_of_packages(frame) or (kinds and all(hasattr(own, name) for own in kinds)):
@@ -141,6 +151,12 @@ class _Asked(fx.Proxy):
         if length is None:
             raise self.tracer.refused("it asks for the length of a value")
         return length
+
+    def __index__(self) -> int:
+        return _as_number(self)
+
+    def __int__(self) -> int:
+        return _as_number(self)
 
     def __repr__(self) -> str:
         return self._text(caller(), "")
@@ -182,6 +198,11 @@ class ProxyOfValue(_Asked):
 class _Attribute(_Asked, Attribute):
     """An attribute of a value, or a method of it."""
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.attr in ("dim", "ndimension") and (rank := self.tracer.rank(self.root)) is not None:
+            return rank
+        return super().__call__(*args, **kwargs)
+
 
 def _keep(name: str) -> Any:
     def method(self: fx.Proxy, other: object) -> fx.Proxy:
@@ -190,7 +211,12 @@ def _keep(name: str) -> Any:
     return method
 
 
-def _no_number(self: _Asked, *args: object) -> float:
+def _as_number(self: _Asked) -> int:
+    number = self.tracer.number(self)
+    return _no_number(self) if number is None else number
+
+
+def _no_number(self: _Asked, *args: object) -> Any:
     raise self.tracer.refused("it makes a Python number of a value, or of a size")
 
 

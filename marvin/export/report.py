@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from marvin.export.deployed import Deployed
 from marvin.export.execute import integer
 from marvin.export.execute.verify import Row, compare, verify
-from marvin.export.graph.nodes import Network, Operation, Weighted
+from marvin.export.graph.nodes import Affine, Network, Operation, Weighted
 from marvin.export.graph.transformers import Norm, Softmax
 from marvin.export.passes.round_sums import sum_formats
 from marvin.export.targets.packed import Size, sizes
@@ -137,9 +137,10 @@ def proof_lines(
         *_bias_lines(deployed),
         *_integer_lines(deployed.network),
         f"outputs differ from the trained model's by {far.mean():.2g} on average, {far.max():.2g} at "
-        f"most, of up to {wanted.abs().max():.2g}: {_rounded(deployed.network)} are rounded",
+        f"most, of up to {wanted.abs().max():.2g}{_rounded(deployed)}",
         *_sum_lines(deployed.network),
         *_chosen_lines(deployed.network),
+        *_default_lines(deployed.network),
     ]
     if len(deployed.network.outputs) > 1:
         lines.append(
@@ -180,10 +181,21 @@ def _integer_lines(network: Network) -> list[str]:
     return [f"in floats in training, in integers here: {'; '.join(found)}"] if found else []
 
 
-def _rounded(network: Network) -> str:
+def _rounded(deployed: Deployed) -> str:
+    """Return what the export rounds and training did not, as far as there is some of it."""
+    network = deployed.network
     kinds = {type(op) for op in network.operations}
-    own = "norms, softmax, " if kinds & {Norm, Softmax} else ""
-    return f"{own}batch normalisation and biases"
+    named = (
+        ("norms of rows", Norm in kinds),
+        ("softmax", Softmax in kinds),
+        ("batch normalisation", Affine in kinds),
+        ("biases", bool(_bias_lines(deployed))),
+        ("terms of sums and means", bool(sum_formats(network))),
+        ("what training left open", bool(network.chosen)),
+    )
+    *first, last = [name for name, is_there in named if is_there] or [""]
+    words = f"{', '.join(first)} and {last}" if first else last
+    return f": {words} rounded here" if words else ""
 
 
 def first_head(outputs: object) -> Tensor:
@@ -199,6 +211,15 @@ def _chosen_lines(network: Network) -> list[str]:
         return []
     named = ", ".join(f"{name} {fmt}" for name, fmt in network.chosen.items())
     return [f"formats that training left open, calibrated: {named}"]
+
+
+def _default_lines(network: Network) -> list[str]:
+    if not network.defaults:
+        return []
+    named = ", ".join(network.defaults)
+    return [
+        f"taken at its default: {named}; a model that is called with another computes something else"
+    ]
 
 
 def _sum_lines(network: Network) -> list[str]:

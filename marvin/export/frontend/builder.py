@@ -319,8 +319,8 @@ class Builder:
                 waiting.extend(inputs[current])
         return found
 
-    def network(self, origin: str) -> Network:
-        """Return what was built."""
+    def network(self, origin: str, defaults: tuple[str, ...]) -> Network:
+        """Return what was built; see ``Network``."""
         values = {op.name: self.values[op.name] for op in self.operations[1:]}
         chosen = {name: fmt for name, fmt in self.found.items() if name in values}
-        return Network(tuple(self.operations), values, origin, self.heads, chosen)
+        return Network(tuple(self.operations), values, origin, self.heads, chosen, defaults)

@@ -1,10 +1,10 @@
 """From a model to a network: traced by torch.fx, each call translated or refused by name."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from inspect import Parameter, signature
+from inspect import Parameter, signature, unwrap
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from marvin.export.frontend.functions import layer_of
 from marvin.export.frontend.instead import of_layer
 from marvin.export.frontend.layers import MODULES, SAME
 from marvin.export.frontend.observe import observe
+from marvin.export.frontend.sizes import SampleSizes
 from marvin.export.frontend.transformers import ROWS, exact_rows
 from marvin.export.graph.formats import Formats, activation_formats, weight_formats
 from marvin.export.graph.nodes import Network
@@ -43,6 +44,7 @@ __all__ = ["describe"]
 
 _KINDS = {**MODULES, **ACTIVATIONS, **ROWS}
 _SOME = FixedPoint(8, 0)  # format: which one does not matter
+_VARIABLE = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 _VIEWS = nn.Flatten, nn.Unflatten
 _WRAPPERS = nn.DataParallel, nn.parallel.DistributedDataParallel
 
@@ -62,8 +64,8 @@ def describe(  # noqa: PLR0913  each is a choice of the user's
     Supported are models that ``torch.fx`` traces, of convolutions, linear layers, batch normalisation,
     pooling (adaptive in windows of one size), activation functions, dropout, sums, concatenation,
     shapes, parts and orders of tensors, norms of rows, softmax, attention and embeddings, and the
-    functions of the same meaning; with one input and any number of outputs. Anything else is refused by
-    name.
+    functions of the same meaning; with one input and any number of outputs. Other arguments of ``forward``
+    must have defaults, which are taken; ``Network.defaults`` names them. Anything else is refused by name.
 
     Activation functions other than ReLU and bounds are tables of codes: each value computed in float64
     and rounded once, so exact by construction. What they take has up to 16 bits where something has
@@ -194,7 +196,7 @@ def _described(  # noqa: PLR0913  each is a choice of the user's
     origin: str,
 ) -> Network:
     with _unchanged(model):
-        graph, tracer = _traced(model, activations)
+        graph, tracer = _traced(model, activations, sample)
         _check_inputs(graph)
         layers = {str(node.target): None for node in graph.nodes if node.op == "call_module"}
         check_own(model, layers)
@@ -208,7 +210,7 @@ def _described(  # noqa: PLR0913  each is a choice of the user's
         if node in builder.memory:
             other.check(builder, node, any_sizes=node.target in SHAPES)
     _check_rounded(tracer, set(layers) | tracer.rounded, activations)
-    network = shorten_scales(builder.network(origin))
+    network = shorten_scales(builder.network(origin, tuple(tracer.defaults)))
     steps = [replace(step, output_fmt=_output_of(activations, step.module)) for step in steps]
     check_numbers(model, network, steps)
     follower = Follower(network, steps, origin == "trained", builder.results, builder.origins)
@@ -241,8 +243,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 def _is_given(parameter: Parameter) -> bool:
     """Return whether a caller must give an argument."""
-    variable = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
-    return parameter.default is Parameter.empty and parameter.kind not in variable
+    return parameter.default is Parameter.empty and parameter.kind not in _VARIABLE
 
 
 def _nothing_for(parameter: Parameter) -> Any:
@@ -256,26 +257,37 @@ class _Tracer(Tracer):
 
     Args:
         activations: What modules round, by name.
+        sample: What the model takes: answers are those of its shape.
+
+    Attributes:
+        rounded: Modules that are traced through and round something.
+        defaults: Arguments of the model that were not given, and what they are then.
     """
 
     functions = frozenset({round_values})
 
-    def __init__(self, activations: Mapping[str, Formats]) -> None:
+    def __init__(self, activations: Mapping[str, Formats], sample: Tensor) -> None:
         super().__init__()
-        self.activations = activations
+        self.activations, self._sample = activations, sample
+        self._sizes: SampleSizes | None = None
+        self._computes = False  # of what was traced, not a part of the trace
         self.rounded: set[str] = set()
+        self.defaults: list[str] = []
 
     def create_args_for_root(
-        self, root_fn: Any, is_module: bool, concrete_args: dict[str, Any] | None = None
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
         """Give optional arguments of the model their defaults: a network has none."""
         fn, args = super().create_args_for_root(root_fn, is_module, concrete_args)
-        parameters = signature(root_fn).parameters.values()
-        for place, parameter in enumerate(parameters):
-            if place < 2 or _is_given(parameter):  # self, and the network's input
+        own = unwrap(root_fn)
+        parameters = signature(own).parameters
+        for place, name in enumerate(own.__code__.co_varnames[: len(args)]):
+            if place < 2 or _is_given(parameters[name]):  # self, and the network's input
                 continue
             self.graph.erase_node(args[place].node)
-            args[place] = _nothing_for(parameter)
+            args[place] = _nothing_for(parameters[name])
+            if parameters[name].kind not in _VARIABLE:
+                self.defaults.append(f"{name}={args[place]!r:.40}")
         return fn, args
 
     def call_module(self, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -290,6 +302,41 @@ class _Tracer(Tracer):
         result = super().call_module(m, forward, inputs, options, **kwargs)
         return self._round(result, formats.output)
 
+    def is_here(self) -> bool:
+        """Say whether what runs is traced."""
+        return not self._computes and super().is_here()
+
+    def rank(self, proxy: fx.Proxy) -> int | None:
+        """Return the number of dimensions of a value."""
+        return self._ask(SampleSizes.rank, proxy)
+
+    def length(self, obj: fx.Proxy) -> int | None:
+        """Return how many sizes a shape has."""
+        return self._ask(SampleSizes.length, obj)
+
+    def number(self, proxy: fx.Proxy) -> int | None:
+        """Return a size that is the same however many samples come."""
+        number = self._ask(SampleSizes.known, proxy)
+        return number if isinstance(number, int) else None
+
+    def iter(self, obj: Any) -> Iterator[Any]:
+        """Yield each size of a shape."""
+        length = self.length(obj)
+        return super().iter(obj) if length is None else (obj[i] for i in range(length))
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Answer a comparison of sizes that are the same however many samples come."""
+        number = self.number(obj)
+        return super().to_bool(obj) if number is None else bool(number)
+
+    def _ask(self, question: Callable[[SampleSizes, fx.Node], Any], proxy: fx.Proxy) -> Any:
+        self._sizes = self._sizes or SampleSizes(self.root, self.graph, self._sample)
+        node, self._computes = proxy.node, True
+        try:
+            return question(self._sizes, node)
+        finally:
+            self._computes = False
+
     def _round(self, x: object, fmt: FixedPoint | None) -> Any:
         if fmt is None or not isinstance(x, fx.Proxy):
             return x
@@ -297,9 +344,11 @@ class _Tracer(Tracer):
         return self.create_proxy("call_function", round_values, (x, *numbers), {})
 
 
-def _traced(model: nn.Module, activations: Mapping[str, Formats]) -> tuple[fx.Graph, _Tracer]:
+def _traced(
+    model: nn.Module, activations: Mapping[str, Formats], sample: Tensor
+) -> tuple[fx.Graph, _Tracer]:
     """Return the calls of a model; of a model that is one layer, this call."""
-    tracer = _Tracer(activations)
+    tracer = _Tracer(activations, sample)
     if kind_of(model, _KINDS) is not None:
         graph = fx.Graph()
         graph.output(graph.create_node("call_module", "", (graph.placeholder("x"),)))
@@ -311,7 +360,13 @@ def _traced(model: nn.Module, activations: Mapping[str, Formats]) -> tuple[fx.Gr
             first_line = str(error).partition("\n")[0]
             hint = ""
             if isinstance(error, TraceError):
-                hint = "; in forward, no if and no loop may depend on values of tensors"
+                hint = (
+                    "; in forward, no if and no loop may depend on values of tensors, or on how many "
+                    "samples come"
+                )
+            elif "ProxyOfValue" in first_line:
+                first_line = first_line.replace("ProxyOfValue", "a value or a size")
+                hint = "; where a size is meant, write the number, such as range(2, 4)"
             raise ExportError(
                 f"the model must be traceable by torch.fx: {first_line}{hint}"
             ) from error

@@ -290,6 +290,7 @@ class Network:
         heads: Label and value of each output of a model that has several, or one in a dictionary;
             empty where it has one without a label.
         chosen: Formats that neither training nor calibration decided, but the range of samples.
+        defaults: Arguments of the model's ``forward`` that were taken at their defaults: ``"mask=None"``.
     """
 
     operations: tuple[Operation, ...]
@@ -297,6 +298,7 @@ class Network:
     origin: str
     heads: tuple[tuple[str, str], ...] = ()
     chosen: Mapping[str, FixedPoint] = field(default_factory=dict)
+    defaults: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         words, rows = self.words(), []

@@ -47,6 +47,15 @@ def resnet():
     )
 
 
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(36, 3, bias=False)
+
+    def forward(self, x, mask=None):
+        return self.layer(x if mask is None else x * mask)
+
+
 def mlp():
     return nn.Sequential(nn.Linear(36, 12), nn.ReLU(), nn.Linear(12, 3))
 
@@ -424,6 +433,19 @@ def test_damaged_files_end_with_one_line(saved, tmp_path):
         tmp_path / "none" / "net.pt", "--to", "packed", "--shape", "36"
     )
     assert not (tmp_path / "net-export").exists()
+
+
+def test_the_report_names_defaults_and_what_is_rounded(nets, tmp_path, capsys):
+    x = torch.randn(64, 36)
+    for model, words in ((nets.Masked(), ""), (nets.mlp(), ": biases rounded here")):
+        torch.save(marvin.freeze(marvin.calibrate(model, [x])), tmp_path / "net.pt")
+        flags = "--to", "packed", "--shape", "36", "--allow", "users_nets:Masked"
+        main([str(tmp_path / "net.pt"), *flags])
+        text = capsys.readouterr().out
+        (line,) = [line for line in text.splitlines() if line.startswith("outputs differ")]
+        assert line.partition(", of up to ")[2].partition(":")[2] == words.removeprefix(":")
+        told = "taken at its default: mask=None; a model that is called with another computes"
+        assert (told in text) == (not words)
 
 
 def test_layers_that_multiply_integers_or_keep_less_are_exported(nets, tmp_path):

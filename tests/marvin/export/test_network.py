@@ -530,3 +530,92 @@ def test_arguments_with_defaults_have_these():
     fixed = marvin.calibrate(Optional(torch.relu), [x], bits=16)
     network = describe(fixed, x)
     assert (integer.run(network, x) - fixed(x)).abs().max() < 1e-2
+    assert network.defaults == ("mask=None", "features=False")
+
+
+class Variable(nn.Module):
+    """Takes more arguments than it names, and one that is given by name alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x, *rest, flag=0):
+        return self.layer(x) if flag == 0 and not rest else x
+
+
+def test_arguments_by_name_alone_have_their_own_defaults():
+    x = torch.randn(16, 8)
+    assert describe(marvin.calibrate(Variable(), [x]), x).defaults == ("flag=0",)
+
+
+def first_rows(y):
+    place = [slice(None)] * y.dim()
+    place[2] = slice(0, 2)
+    return y[tuple(place)].mean((2, 3))
+
+
+def columns_added(y):
+    total = y[:, :, :, 0]
+    for i in range(1, y.shape[3]):
+        total = total + y[:, :, :, i]
+    return total.mean(2)
+
+
+def pixels_in_a_row(y):
+    count, *sizes = y.shape
+    pixels = 1
+    for size in sizes[1:]:
+        pixels *= size
+    return y.reshape(count, int(sizes[0]), pixels).mean(2)
+
+
+def by_rank(y):
+    if y.ndim != 4 or y.shape[2] % 2 or y.dtype == torch.float16:
+        return None
+    return y.mean(tuple(range(2, len(y.shape))))
+
+
+def if_many(y):
+    return y.mean((2, 3)) if y.shape[0] > 1 else y.amax((2, 3))
+
+
+def one_by_one(y):
+    return sum(y for _ in range(y.shape[0])).mean((2, 3))
+
+
+def if_large(y):
+    return y.mean((2, 3)) if y.max().item() > 0 else y.amax((2, 3))
+
+
+def images(function):
+    torch.manual_seed(0)
+    x = torch.randn(16, 1, 6, 6)
+    return marvin.calibrate(Bare(lambda _m, y: function(y)), [x], bits=16), x
+
+
+@pytest.mark.parametrize("function", [first_rows, columns_added, pixels_in_a_row, by_rank])
+def test_code_may_ask_for_ranks_and_for_sizes_of_a_sample(function):
+    model, x = images(function)
+    far = integer.run(describe(model, x, wl=16), x) - model(x)
+    assert far.abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("function", [if_many, one_by_one, if_large])
+def test_code_may_not_ask_how_many_samples_come_or_for_values(function):
+    model, x = images(function)
+    with pytest.raises(ExportError, match="on values of tensors, or on how many samples come"):
+        describe(model, x)
+
+
+def test_lists_that_a_size_makes_longer_are_named():
+    def changed(y):
+        parts = [1] * (y.shape[2] * y.shape[0])
+        parts[0] = 2
+        return y
+
+    model, x = images(changed)
+    with pytest.raises(
+        ExportError, match=r"'a value or a size' .* write the number, such as range"
+    ):
+        describe(model, x)

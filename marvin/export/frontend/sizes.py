@@ -1,0 +1,80 @@
+"""Ranks and sizes while a model is traced: what is the same however many samples come."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from marvin.integer.nodes import asks_dtype, asks_shape
+
+__all__ = ["SampleSizes"]
+
+_COUNTS = 2, 3  # of samples; of one, squeeze() would take the batch away
+
+
+class SampleSizes:
+    """What a trace knows of shapes: it is run on the shape of the samples, as far as it has come.
+
+    Args:
+        model: That is traced, in eval mode.
+        graph: The trace, which grows.
+        sample: What the model takes, shape ``(n, ...)``.
+    """
+
+    def __init__(self, model: nn.Module, graph: fx.Graph, sample: Tensor) -> None:
+        self._runs = [_Run(model, graph, sample[:1].expand(n, *sample.shape[1:])) for n in _COUNTS]
+
+    def rank(self, node: fx.Node) -> int | None:
+        """Return the number of dimensions of a tensor; None where it is none, or not known."""
+        return self._asked(node, lambda x: x.ndim if isinstance(x, Tensor) else None)
+
+    def length(self, node: fx.Node) -> int | None:
+        """Return how many sizes a shape has; None where it is none, or not known."""
+        if not _is_of_shapes(node):
+            return None
+        return self._asked(node, lambda x: len(x) if isinstance(x, tuple) else None)
+
+    def known(self, node: fx.Node) -> Any:
+        """Return a size, or what is computed of sizes; None where that depends on the number of samples or on values."""
+        if not _is_of_shapes(node):
+            is_computed = getattr(node.target, "__module__", "") == operator.add.__module__
+            if not is_computed or any(self.known(own) is None for own in node.all_input_nodes):
+                return None
+        return self._asked(node, lambda x: x)
+
+    def _asked(self, node: fx.Node, ask: Callable[[Any], Any]) -> Any:
+        found = [ask(run.value(node)) for run in self._runs]
+        return found[0] if not isinstance(found[0], Tensor) and found[0] == found[1] else None
+
+
+def _is_of_shapes(node: fx.Node) -> bool:
+    """Say whether a node is a shape, a size or a dtype of a tensor, or a part of a shape that is named by numbers."""
+    if node.target is operator.getitem:
+        return node.all_input_nodes == [node.args[0]] and _is_of_shapes(node.all_input_nodes[0])
+    return asks_shape(node) or asks_dtype(node)
+
+
+class _Run(fx.Interpreter):
+    def __init__(self, model: nn.Module, graph: fx.Graph, sample: Tensor) -> None:
+        super().__init__(model, garbage_collect_values=False, graph=graph)
+        self.extra_traceback = False
+        self._sample, self._traced = sample.clone(), graph
+
+    def value(self, node: fx.Node) -> Any:
+        """Return what a node gives; None where it cannot be computed."""
+        try:
+            with torch.no_grad():
+                for own in self._traced.nodes:
+                    if own not in self.env:
+                        self.env[own] = self.run_node(own)
+        except (
+            Exception
+        ):  # whatever the model's own code raises: it comes again when the trace is run
+            return None
+        return self.env.get(node)
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Return the samples."""
+        return self._sample
