@@ -1,7 +1,7 @@
 """Multiply-adds from shapes: plain numbers, nothing to install.
 
-Shapes include the batch. One multiplication with its addition counts 1; biases, normalisation,
-activation functions and pooling count 0.
+Shapes include the batch. One multiplication with its addition counts 1; products element by element,
+biases, normalisation, activation functions and pooling count 0.
 """
 
 import math

@@ -95,9 +95,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Do what the command line asks; what the user can put right ends with one line."""
     given = PARSER.parse_args(argv)
     with command.one_line(PARSER.prog):
-        run = open_run(given.run, given.data_dir, epoch=given.epoch)
-        deployed = deploy(run, command.options(given), given.weights)
         folder = given.run / "export" / (f"epoch-{given.epoch}" if given.epoch else "")
+        options = command.options(given, folder)
+        run = open_run(given.run, given.data_dir, epoch=given.epoch)
+        deployed = deploy(run, options, given.weights)
         shown = Trained(run.path, run.title, run.model, run.test, run.labels)
         command.export(given, shown, deployed, folder)
 

@@ -1,6 +1,7 @@
 """The flags of an export; reading them loads no torch."""
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -101,7 +102,13 @@ class Parser(argparse.ArgumentParser):
         )
         add("--backend", choices=("Vitis", "Vivado"), default="Vitis", help="of hls4ml")
         add("--part", metavar="NAME", help="of hls4ml: the FPGA (default: hls4ml's)")
-        add("--clock", type=float, default=5.0, metavar="NS", help="of hls4ml: period (default: 5)")
+        add(
+            "--clock",
+            type=_period,
+            default=5.0,
+            metavar="NS",
+            help="of hls4ml: period (default: 5)",
+        )
         add("--io", choices=("io_parallel", "io_stream"), default="io_parallel", help="of hls4ml")
         add("--strategy", choices=("Latency", "Resource"), default="Latency", help="of hls4ml")
         add("--reuse-factor", type=_whole(1, 10**6), default=1, metavar="N", help="of hls4ml")
@@ -113,6 +120,16 @@ def _version() -> str:
         return f"marvin-fixedpoint {metadata.version('marvin-fixedpoint')}"
     except metadata.PackageNotFoundError:  # a tree that nobody installed
         return "marvin-fixedpoint, not installed"
+
+
+def _period(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be nanoseconds above 0, got {text[:60]!r}")
+    return value
 
 
 def _whole(low: int, high: int) -> Callable[[str], int]:

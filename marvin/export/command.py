@@ -26,15 +26,28 @@ from marvin.files import new_folder
 __all__ = ["export", "one_line", "options"]
 
 
-def options(given: argparse.Namespace) -> Options:
-    """Return how a model becomes a network, as the command line says.
+def options(given: argparse.Namespace, folder: Path) -> Options:
+    """Return how a model becomes a network, as the command line says; refuse at once what cannot be written.
+
+    Args:
+        given: The flags of ``arguments.Parser``.
+        folder: See ``export``.
 
     Raises:
-        ValueError: One folder is to take several targets.
+        ValueError: One folder is to take several targets, or is none of an export, or flags exclude each
+            other.
     """
     targets = list(dict.fromkeys(given.to))
     if given.out is not None and len(targets) > 1:
         raise ValueError(f"--out must be of one target, got {len(targets)}: {', '.join(targets)}")
+    if given.qdq and (given.vnni or given.int4):
+        flag = "--vnni" if given.vnni else "--int4"
+        raise ValueError(f"--qdq must come without --vnni and --int4, got {flag}: leave it out")
+    if given.out is None and folder.is_symlink():
+        raise ValueError(f"{folder} must be a folder, got a link: choose one with --out")
+    for out in [given.out] if given.out is not None else [folder / target for target in targets]:
+        if out.exists() and not (out.is_dir() and (out / "export.json").is_file()):
+            raise ValueError(f"{out} must be an earlier export or not there: choose another --out")
     return Options(given.wl, given.scale_wl, given.sums_wl, given.recalibrate, given.estimator)
 
 
@@ -64,7 +77,6 @@ def export(given: argparse.Namespace, trained: Trained, deployed: Deployed, fold
     Raises:
         ExportError: A target cannot have the network, or what was written computes something
             else; targets before it are written.
-        ValueError: The folder to write to is none of an export.
     """
     if given.samples:
         trained = dataclasses.replace(trained, samples=trained.samples[: given.samples])
@@ -80,8 +92,6 @@ def export(given: argparse.Namespace, trained: Trained, deployed: Deployed, fold
         *proof_lines(trained, deployed, rows, reference),
     ]
     _say(*lines)
-    if given.out is None and folder.is_symlink():
-        raise ValueError(f"{folder} must be a folder, got a link: choose one with --out")
     for target in dict.fromkeys(given.to):
         out = given.out or folder / target
         _tell(trained, out, _write(given, target, trained, deployed, (out, rows, reference)))
@@ -121,8 +131,6 @@ def _write(
     place: tuple[Path, object, Mapping[str, Tensor]],
 ) -> Written:
     out, rows, reference = place
-    if out.exists() and not (out.is_dir() and (out / "export.json").is_file()):
-        raise ValueError(f"{out} must be an earlier export or not there: choose another --out")
     count = given.samples or (8 if target in ("qonnx", "hls4ml") else len(trained.samples))
     samples = trained.samples[:count] if given.verify else None
     with new_folder(out) as folder:

@@ -1,6 +1,7 @@
 """Exporting a frozen model, as the command line says."""
 
 import argparse
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from marvin.export.graph.formats import (
     nearest_weights,
     weight_formats,
 )
-from marvin.export.report import Trained
+from marvin.export.report import Trained, first_head
 from marvin.settings import check_one_input
 
 __all__ = ["export"]
@@ -32,15 +33,17 @@ def export(given: argparse.Namespace, prog: str) -> None:
         prog: The command.
     """
     with command.one_line(prog):
-        options = command.options(given)
+        folder = given.model.with_name(f"{given.model.stem}-export")
+        options = command.options(given, folder)
         model = load_frozen(given.model, given.allow)
         has_indices = any(isinstance(module, nn.Embedding) for module in model.modules())
         samples, labels, notes = _samples(given, has_indices)
-        _check_taken(model, samples[:1])
+        outputs = _outputs(model, samples[:1])
+        if labels is not None:
+            _check_labels(given.labels, labels, outputs)
         deployed, note = _deployed(model, samples, options)
         title = f"{type(model).__name__}, frozen"
         facts = given.model, title, model, samples, labels, "samples", (note, *notes)
-        folder = given.model.with_name(f"{given.model.stem}-export")
         trained = Trained(*facts, carried="the model's own")  # of training, or of marvin.calibrate
         command.export(given, trained, deployed, folder)
 
@@ -83,18 +86,29 @@ def _samples(
 
 
 @torch.no_grad()
-def _check_taken(model: nn.Module, sample: Tensor) -> None:
-    """Refuse samples that the model does not take, and a model that takes several tensors."""
+def _outputs(model: nn.Module, sample: Tensor) -> object:
+    """Return what a model gives; refuse samples that it does not take, and a model that takes several tensors."""
     try:
         check_one_input(model)
     except ValueError as error:
         raise ExportError(str(error)) from error
     try:
-        model(sample)
+        return model(sample)
     except Exception as error:  # whatever the model's own code raises
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
         shape = tuple(sample.shape[1:])
         raise ExportError(f"the model must take samples of shape {shape}, got {reason}") from error
+
+
+def _check_labels(path: Path, labels: Tensor, outputs: object) -> None:
+    """Refuse labels that are none of the classes of the first output, shape ``(1, classes, ...)``."""
+    shape = first_head(outputs).shape
+    wrong = labels[(labels < 0) | (labels >= shape[1])] if len(shape) > 1 else labels[:0]
+    if len(wrong):
+        raise ExportError(
+            f"{path} must hold classes, 0 to {shape[1] - 1}, got {int(wrong[0])}: the first class is 0, and "
+            "samples of no class are left out"
+        )
 
 
 def _deployed(model: nn.Module, samples: Tensor, options: Options) -> tuple[Deployed, str]:

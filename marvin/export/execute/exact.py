@@ -78,5 +78,8 @@ def exact_module(network: Network) -> ExactModule:
     for name, value in network.values.items():
         if not value.is_exact(_DOUBLE_BITS):
             bits = value.significand.bit_length()
-            raise ExportError(f"{name}: sums must take {_DOUBLE_BITS} bits at most, got {bits}")
+            raise ExportError(
+                f"{name}: sums must take {_DOUBLE_BITS} bits at most, got {bits}: choose shorter formats for "
+                "what comes in or for its weights, or run marvin.export.integer, packed or C, which take longer sums"
+            )
     return ExactModule(network)

@@ -254,7 +254,10 @@ class Builder:
     def fitting(self, node: str) -> FixedPoint:
         """Return the finest format of ``wl`` bits that holds what a node of the trace gave."""
         low, high = self.observed.range_of(node)
-        return fitting((low, high), self.wl, signed=low < 0)
+        try:
+            return fitting((low, high), self.wl, signed=low < 0)
+        except ExportError as error:
+            raise ExportError(f"{node}: {error} (--wl, or wl= of describe)") from error
 
     def unused(self, name: str) -> str:
         """Return ``name``, with a number behind it where it is taken."""

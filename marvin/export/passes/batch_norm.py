@@ -85,7 +85,10 @@ def fixed_norm(
         ExportError: There are no running statistics; or scales are too small for their bits.
     """
     if m.running_mean is None or m.running_var is None:
-        raise ExportError(f"{module}: batch normalisation must have running statistics")
+        raise ExportError(
+            f"{module}: batch normalisation must have running statistics, got none: write "
+            "track_running_stats=True and train some steps"
+        )
     scale, offset = exact_norm(m)
     codes, fmt = scales(module, scale, scale_wl)
     product = x.fl + fmt.fl

@@ -506,6 +506,9 @@ def test_samples_that_do_not_fit_are_one_line(saved, tmp_path):
     np.save(tmp_path / "code.npy", np.array([Hostile], object), allow_pickle=True)
     torch.save({"x": 3}, tmp_path / "table.pt")
     torch.save(torch.zeros(3), tmp_path / "few.pt")
+    y = torch.load(tmp_path / "y.pt")
+    torch.save(y + 3 - y.max(), tmp_path / "one.pt")
+    torch.save(y - 1 - y.min(), tmp_path / "less.pt")
     for words, message in (
         (["--shape", "35"], "the model must take samples of shape (35,), got RuntimeError"),
         (["--inputs", "whole.npy"], "must hold samples as the model takes them, got torch.uint8"),
@@ -519,9 +522,29 @@ def test_samples_that_do_not_fit_are_one_line(saved, tmp_path):
         (["--inputs", "none.npy"], "No such file"),
         (["--inputs", "x.pt", "--labels", "few.pt"], "must hold 20 whole numbers, got torch.float"),
         (["--shape", "36", "--labels", "y.pt"], "--labels must be those of --inputs"),
+        (["--inputs", "x.pt", "--labels", "one.pt"], "must hold classes, 0 to 2, got 3: the first"),
+        (["--inputs", "x.pt", "--labels", "less.pt"], "must hold classes, 0 to 2, got -1: the"),
     ):
         given = [tmp_path / word if "." in word else word for word in words]
         assert message in refused(path, "--to", "packed", *given)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--qdq", "--vnni"],
+            "--qdq must come without --vnni and --int4, got --vnni: leave it out",
+        ),
+        (
+            ["--qdq", "--int4"],
+            "--qdq must come without --vnni and --int4, got --int4: leave it out",
+        ),
+        (["--out", "."], ". must be an earlier export or not there: choose another --out"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_the_model_is_read(words, message):
+    assert message in refused("nowhere.pt", "--to", "onnx", "--shape", "3", *words)
 
 
 @pytest.mark.parametrize(
@@ -531,6 +554,10 @@ def test_samples_that_do_not_fit_are_one_line(saved, tmp_path):
         (["--shape", "0"], "argument --shape: must be sizes of one sample"),
         (["--shape", "3", "--inputs", "x"], "argument --inputs: not allowed with argument --shape"),
         ([], "one of the arguments --inputs --shape is required"),
+        (
+            ["--shape", "3", "--clock", "0"],
+            "argument --clock: must be nanoseconds above 0, got '0'",
+        ),
     ],
 )
 def test_wrong_arguments_are_one_line(words, message, capsys):

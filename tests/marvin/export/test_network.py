@@ -271,7 +271,10 @@ def tied(layer):
         (lambda: Bare(lambda m, y: y[1:]), "getitem: .* must leave the batch alone"),
         (lambda: Bare(lambda m, y: y[:, [0, 0]]), "getitem: .* indices must be slices in order"),
         (lambda: Bare(lambda m, y: F.dropout(y)), r"dropout: dropout\(conv\) cannot be exported"),
-        (tied(nn.BatchNorm2d(2, track_running_stats=False)), "must have running statistics"),
+        (
+            tied(nn.BatchNorm2d(2, track_running_stats=False)),
+            "1: .* must have running statistics, got none: write track_running_stats=True",
+        ),
         (lambda: Call(lambda m, y: y * m.scale.expand(4)), r"mul: .* or one and a number"),
         (lambda: Call(lambda m, y: y - 2), r"sub: sub\(conv, 2\) cannot be exported"),
         (lambda: Call(lambda m, y: y + 1), r"add: add\(conv, 1\) cannot be exported"),
@@ -619,3 +622,15 @@ def test_lists_that_a_size_makes_longer_are_named():
         ExportError, match=r"'a value or a size' .* write the number, such as range"
     ):
         describe(model, x)
+
+
+def test_values_that_no_format_holds_are_named():
+    torch.manual_seed(0)
+    x = 1e9 * torch.randn(16, 1, 6, 6)
+    model = Bare(lambda _m, y: y.mean((2, 3)))
+    model.conv.weight.data *= 1e9
+    fixed = marvin.calibrate(model, [x])
+    with pytest.raises(
+        ExportError, match=r"mean: a format of 8 bits must hold .* \(--wl, or wl= of"
+    ):
+        describe(fixed, x)

@@ -59,7 +59,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Cost:
-    """Multiply-adds of layers whose words are equally long, for one sample.
+    """Multiply-adds of layers, and of products of matrices, whose words are equally long, for one sample.
 
     Args:
         weight_bits: Word length of the weights.
@@ -75,7 +75,13 @@ class Cost:
 
 
 def costs(network: Network) -> list[Cost]:
-    """Return multiply-adds by word lengths, the most first."""
+    """Return multiply-adds by word lengths, the most first: of layers, and of products of two matrices.
+
+    Products element by element, normalisation and pooling count 0, as in ``perfmodel``.
+
+    Args:
+        network: From ``describe``.
+    """
     found: dict[tuple[int, int], tuple[int, int]] = {}
     for op in network.operations:
         if isinstance(op, Weighted):
