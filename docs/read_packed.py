@@ -38,8 +38,7 @@ def unpack(data, entry):
 
 def fl_of(entry):
     """Return the fractional length of each index of the first dimension."""
-    shifts = entry.get("shifts") or [0] * (entry["shape"] or [1])[0]
-    return [entry["fl"] + shift for shift in shifts]
+    return [entry["fl"] + s for s in entry.get("shifts") or [0] * (entry["shape"] or [1])[0]]
 
 
 def round_to(code, fl, fmt, divisor=1):
@@ -180,6 +179,7 @@ KINDS = {
 def run(network, tensors, sample):
     """Return the value of each output by its label, of one sample of floats."""
     first, *operations = network["operations"]
+    assert len(sample) == prod(first["shape"]), "the sample must be one list of numbers, not nested"
     values = {first["name"]: Value(sample, first["shape"], 0)}
     for op in operations:
         taken = [values[name] for name in op["inputs"]]
@@ -195,5 +195,6 @@ def run(network, tensors, sample):
 
 
 if __name__ == "__main__":  # of transformers: read_packed_transformers.py
-    outputs = run(*load(sys.argv[1]), json.load(sys.stdin))
+    path = sys.argv[1] if len(sys.argv) == 2 else sys.exit(__doc__)
+    outputs = run(*load(path), json.load(sys.stdin))
     print(json.dumps({label: [c * 2.0**-x.fl for c in x.codes] for label, x in outputs.items()}))

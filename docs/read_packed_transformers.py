@@ -86,5 +86,6 @@ read_packed.KINDS |= {
 KINDS, load, run = read_packed.KINDS, read_packed.load, read_packed.run
 
 if __name__ == "__main__":
-    outputs = run(*load(sys.argv[1]), json.load(sys.stdin))
+    path = sys.argv[1] if len(sys.argv) == 2 else sys.exit(__doc__)
+    outputs = run(*load(path), json.load(sys.stdin))
     print(json.dumps({label: [c * 2.0**-x.fl for c in x.codes] for label, x in outputs.items()}))

@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 Overhead = Literal["paper", "linear", "none"]
+"""What a search for formats is charged: as the paper prints it, one comparison an element, or nothing; see ``pushdown_ops``."""
 FLOAT_BITS = 32
 WORD_LENGTHS = (8, 32)  # bounds of the paper's two bisections
 

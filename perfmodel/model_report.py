@@ -145,7 +145,7 @@ def _times(shape: Sequence[int]) -> str:
 
 def _layers(rows: Sequence[Layer]) -> str:
     total = total_madds(rows) or 1
-    header = ("layer", "kind", "input", "output", "MAdds", "share", "parameters")
+    header = ("layer", "kind", "input", "output", "MAdds", "share", "weights, biases")
     lines = [
         (
             r.name or "(model)",

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # for readers; Python loads each when it is first used
     from marvin.export.graph import nodes as nodes
     from marvin.export.graph.formats import (
         Formats,
+        activation_formats,
         formats_of_weights,
         masters_of,
         nearest_weights,
@@ -48,6 +49,7 @@ __all__ = [
     "Formats",
     "Network",
     "Options",
+    "activation_formats",
     "c",
     "calibrate",
     "compare",
@@ -74,6 +76,7 @@ _HOMES = {  # the module of each name
     "Formats": "graph.formats",
     "Network": "graph.nodes",
     "Options": "deployed",
+    "activation_formats": "graph.formats",
     "calibrate": "frontend.calibrate",
     "compare": "execute.verify",
     "deploy": "deployed",

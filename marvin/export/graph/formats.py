@@ -217,6 +217,11 @@ def formats_of_weights(
     Those that ``marvin.calibrate`` gives them. Weights of two or more dimensions alone; ``describe``
     finds formats for biases.
 
+    Args:
+        model: In floats.
+        wl: Word length of all weights, 2 to 32 bits.
+        estimator: How ranges are found: see ``marvin.calibrate``.
+
     Raises:
         ValueError: Weights are not finite, or no format of ``wl`` bits holds them.
     """

@@ -83,7 +83,14 @@ class Packed:
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of one tensor: packed, and as the model has it; 0 there of what the network alone has."""
+    """Bytes of one tensor: packed, and as the model has it; 0 there of what the network alone has.
+
+    Attributes:
+        name: Of the tensor.
+        fmt: Of its codes; None where it is stored as it is.
+        packed_bytes: In the file.
+        float_bytes: In the model's state.
+    """
 
     name: str
     fmt: FixedPoint | ChannelFormat | None
@@ -237,6 +244,9 @@ def to_bytes(packed: Packed) -> bytes:
 
 def from_bytes(content: bytes) -> Packed:
     """Read the content of a file.
+
+    Args:
+        content: From ``to_bytes``, or of a file of ``save``.
 
     Raises:
         ExportError: It is damaged, or not of this package.

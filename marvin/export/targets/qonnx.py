@@ -95,6 +95,11 @@ def to_model(network: Network) -> "onnx.ModelProto":
 def execute(path: str | Path, samples: Tensor, python: str = sys.executable) -> Tensor:
     """Return what qonnx's executor makes of a file with one output: see ``execute_heads``.
 
+    Args:
+        path: Of the file.
+        samples: Shape ``(n, *shape)``, float32.
+        python: The interpreter of an environment with qonnx.
+
     Raises:
         ExportError: The executor failed, or there is none; or the file has several outputs.
     """

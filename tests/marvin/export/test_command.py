@@ -189,6 +189,13 @@ def test_a_frozen_model_has_the_formats_of_its_weights(saved, policy):
     assert len({fmt.fl for fmt in formats.values()}) > 1 or policy == "msgd"
 
 
+def test_formats_of_inputs_are_read_from_a_frozen_model(saved):
+    _, frozen, model, _, x = saved()
+    found = marvin.export.activation_formats(frozen)
+    network = describe(model.eval(), x)
+    assert found["0"].input == network.formats()["0.in"]
+
+
 def test_formats_of_channels_are_in_a_frozen_model(nets):
     model = nets.resnet()
     sgd = torch.optim.SGD(model.named_parameters(), lr=0.0)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import marvin
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat
 from marvin.export import ExportError, describe, integer, packed, round_sums
@@ -457,3 +458,17 @@ def test_a_table_of_the_largest_code_alone_is_stored():
     fmt = FixedPoint(31, 29, signed=False)
     table = functions.Table("t", ("x",), torch.tensor([fmt.max_code]), 0, 0, fmt, "Tanh")
     assert packed_network._short(table, "codes", table.codes)[1] == FixedPoint(32, 0)
+
+
+def test_the_reader_says_what_it_takes(reader, tmp_path):
+    x = torch.randn(4, 8)
+    network = describe(marvin.calibrate(nn.Linear(8, 3), [x]), x)
+    packed.save(network, tmp_path / "net")
+    with pytest.raises(AssertionError, match="one list of numbers, not nested"):
+        reader.run(*reader.load(tmp_path / "net"), x[:1].tolist())
+    for path in (READER, READER.with_name("read_packed_transformers.py")):
+        done = subprocess.run(
+            [sys.executable, "-S", str(path)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1
+        assert f"python {path.name} network.safetensors < sample.json" in done.stderr

@@ -54,9 +54,7 @@ def report(network: Network, source: Source, path: Path) -> list[str]:
     )
     rows = costs(network)
     each = ", ".join(f"{r.madds:,} of {r.weight_bits} x {r.input_bits} bits" for r in rows)
-    lines.append(
-        f"multiply-adds of layers and products of matrices: {sum(r.madds for r in rows):,}: {each}"
-    )
+    lines.append(f"multiply-adds: {sum(r.madds for r in rows):,}: {each}")
     lines.append(f"EBOPs: {sum(r.ebops for r in rows):,}")
     return lines
 

@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 Container = Literal["int8", "int16", "float64", "qdq"]
+"""In what a file computes: codes of 8 or 16 bits, float64, or float32 between nodes that quantise; see ``container_of``."""
 _EXACT: tuple[Container, ...] = ("int8", "int16", "float64")
 _RENAMED = {"Spelling": "Container", "spelling_of": "container_of"}
 
