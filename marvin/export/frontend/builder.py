@@ -252,7 +252,11 @@ class Builder:
         return made
 
     def fitting(self, node: str) -> FixedPoint:
-        """Return the finest format of ``wl`` bits that holds what a node of the trace gave."""
+        """Return the finest format of ``wl`` bits that holds what a node of the trace gave.
+
+        Raises:
+            ExportError: No format does, or not all was finite; the node is named.
+        """
         low, high = self.observed.range_of(node)
         try:
             return fitting((low, high), self.wl, signed=low < 0)
