@@ -79,14 +79,30 @@ def assert_all_equal(network, x, reader, path, read=2):
         outputs = reader.run(description, tensors, sample.flatten().tolist())
         for label, y in outputs.items():
             assert [code * 2.0**-y.fl for code in y.codes] == want[label][i].flatten().tolist()
-    content = onnx.to_model(network).SerializeToString()
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    model = onnx.to_model(network)
+    assert not wrong_of_int64(model)
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
     found = session.run(None, {network.input.name: x.numpy()})
     for got, y in zip(found, want.values(), strict=True):
         torch.testing.assert_close(torch.from_numpy(got).double(), y, rtol=0, atol=0)
     if shutil.which("gcc"):
         for label, y in as_c(network, x, path.parent).items():
             torch.testing.assert_close(y, want[label], rtol=0, atol=0)
+
+
+def wrong_of_int64(model):
+    """Return operators on int64 that ONNX Runtime computes wrongly beyond 32 or 53 bits."""
+    import onnx as of_the_standard
+
+    graph = of_the_standard.shape_inference.infer_shapes(model).graph
+    long = {x.name for x in graph.initializer if x.data_type == of_the_standard.TensorProto.INT64}
+    for value in (*graph.input, *graph.value_info):
+        if value.type.tensor_type.elem_type == of_the_standard.TensorProto.INT64:
+            long.add(value.name)
+    kinds = {"Clip", "Max", "Min", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "Sign"}
+    return [node.name for node in graph.node if node.op_type in kinds and node.input[0] in long]
 
 
 def as_c(network, x, folder):
@@ -946,18 +962,24 @@ def test_epsilon_is_that_of_the_model(norm):
     assert abs(torch.from_numpy(got) - want).max() <= op.fmt.lsb * 0.75  # half, and a little
 
 
-def test_roots_of_long_numbers():
-    """Numbers of up to 62 bits, next to squares: float64 has 53."""
+def by_onnx_runtime(compute, x):
+    """Return what ONNX Runtime makes of nodes on int64; ``compute`` adds them and returns their result."""
     import onnxruntime
 
     graph = Graph("x")
-    root = Integers(graph, "root").root("x")
+    result = compute(Integers(graph, "rows", np.float64), "x")
     helper, types = graph.onnx.helper, graph.onnx.TensorProto
-    ends = [helper.make_tensor_value_info(name, types.INT64, [None]) for name in ("x", root)]
-    parts = graph.nodes, "root", ends[:1], ends[1:], [*graph._constants.values()]
+    given = helper.make_tensor_value_info("x", types.INT64, x.shape)
+    ends = [given], [graph.onnx.ValueInfoProto(name=result)]
+    parts = graph.nodes, "rows", *ends, [*graph._constants.values()]
     opsets = [helper.make_opsetid("", 21)]
     model = helper.make_model(helper.make_graph(*parts), opset_imports=opsets, ir_version=10)
     session = onnxruntime.InferenceSession(model.SerializeToString())
+    return session.run(None, {"x": x})[0]
+
+
+def test_roots_of_long_numbers():
+    """Numbers of up to 62 bits, next to squares: float64 has 53."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(2**28, 2**31 - 1, (400,), generator=generator)
     for off in (-1, 0, 1):
@@ -965,7 +987,39 @@ def test_roots_of_long_numbers():
         want = [isqrt(square) for square in squares.tolist()]
         assert numpy_root(squares.numpy()).tolist() == want
         assert torch_root(squares).tolist() == want
-        assert session.run(None, {"x": squares.numpy()})[0].tolist() == want
+        assert by_onnx_runtime(Integers.root, squares.numpy()).tolist() == want
+
+
+@pytest.mark.parametrize("bits", [20, 31, 32, 33, 34, 40, 54, 58])
+def test_rows_of_long_numbers_in_onnx_runtime(bits):
+    """Its own maxima and bounds of int64 compare 32 bits, its own sums have the 53 of float64."""
+    x = np.random.default_rng(0).integers(-(2**bits), 2**bits, (200, 11))
+    for low, high in ((0, 2047), (-(2**31), 2**31 - 1)):
+        got = by_onnx_runtime(lambda rows, x: rows.within(x, low, high, np.float64), x)  # noqa: B023
+        assert (got == x.clip(low, high)).all()
+    got = by_onnx_runtime(lambda rows, x: rows.total(x, 11), x)
+    assert (got == x.sum(-1, keepdims=True)).all()
+    sums = np.abs(x) * (x > 0)
+    assert (by_onnx_runtime(Integers.at_least_1, sums) == np.where(sums == 0, 1, sums)).all()
+
+
+@pytest.mark.parametrize(("features", "size"), [(16, 1e4), (256, 1.0)])
+def test_scores_that_int32_does_not_hold(features, size):
+    import onnxruntime
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(features, 10), nn.BatchNorm1d(10), nn.Softmax(-1))
+    x = torch.randn(300, features)
+    model(x)
+    network = describe(marvin.calibrate(model.eval(), [x]), x)
+    source = network.operation(network.outputs["output"]).inputs[0]
+    assert network.values[source].high >= 2**31
+    want = integer.run(network, x * size)
+    for container in (None, "float64"):
+        content = onnx.to_model(network, container).SerializeToString()
+        session = onnxruntime.InferenceSession(content)
+        found = session.run(None, {network.input.name: (x * size).numpy()})[0]
+        torch.testing.assert_close(torch.from_numpy(found).double(), want, rtol=0, atol=0)
 
 
 class Classified(nn.Module):

@@ -358,17 +358,16 @@ class FloatWriter:
     def row_codes(self, op: Norm | Softmax) -> str:
         """Add a norm of rows or softmax, computed in int64."""
         codes = self.integers(op, self.float(op.inputs[0]), self.real)
-        dtype = self.graph.onnx.helper.np_dtype_to_tensor_dtype(np.dtype(self.real))
-        whole = self.graph.node("Cast", [codes], f"{op.name}.whole", to=dtype)
-        return self.graph.node("Mul", [whole, self.number("scale", op.fmt.lsb)], op.name)
+        return self.graph.node("Mul", [codes, self.number("scale", op.fmt.lsb)], op.name)
 
     def integers(self, op: Norm | Softmax, values: str, real: Any) -> str:
-        """Return the codes of a norm of rows or of softmax, of floats of dtype ``real``."""
-        integers = Integers(self.graph, op.name)
-        codes = integers.codes(values, op.source_fl, real)
+        """Return the codes of a norm of rows or of softmax, of floats of dtype ``real``, as such floats."""
+        integers = Integers(self.graph, op.name, real)
+        codes = integers.codes(values, op.source_fl)
         if isinstance(op, Norm):
             return integers.norm(op, codes)
-        return integers.softmax(op, codes, *map(self.float, op.inputs[1:]))
+        n = self.network.values[op.name].shape[-1]
+        return integers.softmax(op, codes, n, *map(self.float, op.inputs[1:]))
 
     def sum(self, op: Add | Mul) -> str:
         """Add a sum, or a product."""

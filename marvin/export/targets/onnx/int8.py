@@ -226,7 +226,7 @@ class Int8Writer(Int16Writer):
         writer = self if is_short else self._wide
         codes = self.integers(op, writer.float(source), writer.real)
         if zero := _zero(op.fmt):
-            zeros = self.graph.constant("number", np.array(zero, np.int64))
+            zeros = self.graph.constant("number", np.array(zero, writer.real))
             codes = self.graph.node("Add", [codes, zeros], f"{op.name}.around")
         return self.graph.node("Cast", [codes], f"{op.name}.codes", to=types.UINT8)
 
