@@ -200,6 +200,24 @@ def test_a_qdq_file_that_does_not_load_is_named(tmp_path, monkeypatch):
         write._check_loads(tmp_path / "network.onnx")
 
 
+def test_a_file_that_does_not_run_is_named(tmp_path, monkeypatch):
+    runtime = pytest.importorskip("onnxruntime")
+
+    class Session:
+        def __init__(self, *_args, **_options):
+            pass
+
+        def run(self, *_args):
+            raise RuntimeError("while running QLinearAdd node. Name:'1_token_0'\nmore")
+
+    x = torch.randn(4, 3)
+    network = describe(marvin.calibrate(nn.Linear(3, 2), [x]), x)
+    monkeypatch.setattr(runtime, "InferenceSession", Session)
+    message = r"must run network\.onnx, got while .* Name:'1_token_0': take .* --to c or packed"
+    with pytest.raises(ExportError, match=message):
+        write._in_onnx_runtime(network, tmp_path / "network.onnx", x)
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -2,7 +2,8 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -136,13 +137,19 @@ def _qdq(order: Order, path: Path) -> Written:
 def _check_loads(path: Path) -> None:
     """Refuse a file that ONNX Runtime does not load as users do, with all it changes in graphs."""
     runtime = require("onnxruntime", "onnx")
-    try:
+    with _named(runtime, f"load {path.name}", "write the file without --qdq"):
         runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+
+
+@contextmanager
+def _named(runtime: Any, what: str, instead: str) -> Iterator[None]:
+    """Make an ``ExportError`` of what ONNX Runtime raises; it names the node, which has its layer's name."""
+    try:
+        yield
     except Exception as error:  # of kinds of its own
         reason = f"{str(error).partition(chr(10))[0]:.300}"
         raise ExportError(
-            f"ONNX Runtime {runtime.__version__} must load {path.name}, got {reason}: write the file "
-            "without --qdq"
+            f"ONNX Runtime {runtime.__version__} must {what}, got {reason}: {instead}"
         ) from error
 
 
@@ -154,8 +161,11 @@ def _in_onnx_runtime(
     options = runtime.SessionOptions()
     if as_written:
         options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    parts = [session.run(None, {network.input.name: part.numpy()}) for part in x.split(_TOGETHER)]
+    instead = "take another version of onnxruntime, or write the network --to c or packed"
+    with _named(runtime, f"run {path.name}", instead):
+        session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        given = [{network.input.name: part.numpy()} for part in x.split(_TOGETHER)]
+        parts = [session.run(None, own) for own in given]
     found = [torch.cat([torch.from_numpy(y) for y in own]) for own in zip(*parts, strict=True)]
     return found, f"ONNX Runtime {runtime.__version__}" + ", operators as written" * as_written
 

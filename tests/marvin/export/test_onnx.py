@@ -19,8 +19,10 @@ from marvin.export import (
 )
 from marvin.export import onnx as exporter
 from marvin.export.graph.bounds import first_value, value_of
+from marvin.export.graph.functions import Mul
 from marvin.export.graph.nodes import (
     Add,
+    AveragePool,
     Conv,
     Input,
     MaxPool,
@@ -392,6 +394,57 @@ def test_an_average_of_long_sums_is_no_byte():
     assert not network.values["1"].is_exact(24)
     assert exporter.container_of(network) == "int8"
     assert_exact(network, x)
+
+
+def of_two(kind, second, out):
+    """Return a sum or a product of images at ``fl=0`` and again at ``second``, rounded at ``out``."""
+    operations = (
+        Input("x", (), (3, 2, 2)),
+        Round("a", ("x",), FixedPoint(8, 0)),
+        Round("b", ("x",), FixedPoint(8, second)),
+        kind("both", ("a", "b")),
+        Round("y", ("both",), FixedPoint(8, out)),
+    )
+    values = {op.name: first_value(op, (3, 2, 2)) for op in operations[1:3]}
+    for op in operations[3:]:
+        values[op.name] = value_of(op, [values[name] for name in op.inputs])
+    return Network(operations, values, "trained")
+
+
+def of_one(count, out):
+    """Return means of images of ``count`` pixels at ``fl=0``, rounded at ``out``."""
+    shape, fmt = (3, 1, count), FixedPoint(8, out)
+    first = Round("a", ("x",), FixedPoint(8, 0))
+    mean = AveragePool("y", ("a",), (1, count), (1, count), (0, 0), fmt)
+    values = {"a": first_value(first, shape)}
+    values["y"] = value_of(mean, [values["a"]])
+    return Network((Input("x", (), shape), first, mean), values, "trained")
+
+
+@pytest.mark.parametrize("container", ["int8", "qdq"])
+@pytest.mark.parametrize(
+    ("kind", "second", "out"),
+    [(Add, 0, 20), (Add, 0, 25), (Add, -12, 14), (Mul, 0, 15), (Mul, 0, 20), (Add, 20, -1)],
+)
+def test_sums_of_steps_far_apart(kind, second, out, container):
+    """ONNX Runtime's kernels turn codes beyond int32 over, and have 24 bits of a sum."""
+    network = of_two(kind, second, out)
+    if container == "qdq" and not exporter.qdq_is_exact(network):
+        return
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-128, 128, (600, 3, 2, 2), generator=generator)
+    x = x + torch.randint(-128, 128, x.shape, generator=generator) * 2.0**-second * (second > 0)
+    assert_exact(network, x.float(), container)
+
+
+@pytest.mark.parametrize("container", ["int8", "qdq"])
+@pytest.mark.parametrize(
+    ("count", "out"), [(1, 7), (1, 8), (4, 9), (4, 10), (4, 26), (1, -31), (4, -31)]
+)
+def test_means_of_steps_far_apart(count, out, container):
+    """ONNX Runtime's kernel for means of whole images ends the run where steps are too far apart."""
+    x = torch.randint(-128, 128, (50, 3, 1, count), generator=torch.Generator().manual_seed(0))
+    assert_exact(of_one(count, out), x.float(), container)
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(6, 5), nn.Conv2d(6, 5, 1)])

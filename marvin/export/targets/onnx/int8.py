@@ -36,6 +36,7 @@ from marvin.export.passes.fold import Folded, fold
 from marvin.export.targets.onnx.blocks import SIDE, in_blocks
 from marvin.export.targets.onnx.graph import window
 from marvin.export.targets.onnx.int16 import Int16Writer
+from marvin.export.targets.onnx.ranges import in_range
 from marvin.export.targets.onnx.wide import (
     WideWriter,
     integer_products,
@@ -140,8 +141,9 @@ class Int8Writer(Int16Writer):
         return ""
 
     def _mean_of(self, op: AveragePool) -> None:
-        """Add average pooling; in float64 if float32 does not hold the sums."""
-        if self.holds(op.inputs[0]) and self.holds(op.name):
+        """Add average pooling; in float64 if float32 does not hold the sums, or kernels of bytes the steps."""
+        is_held = self.holds(op.inputs[0]) and self.holds(op.name)
+        if is_held and in_range(self.network, op.inputs[0], op.fmt, math.prod(op.kernel)):
             self.add(op)
         else:
             self._wide.names[op.name] = self._wide.mean_of(op)
@@ -363,12 +365,13 @@ class Int8Writer(Int16Writer):
     def _unrounded_value(self, op: Operation, fmt: FixedPoint) -> str:
         """Return a value as floats, written so that with the rounding it is one integer kernel.
 
-        ``""`` where float32 does not hold it.
+        ``""`` where float32 does not hold it, or the kernel not its codes.
         """
-        if isinstance(op, Add | Mul) and all(map(self._as_bytes, op.inputs)):
-            return self._sum(op)
-        if found := self._as_bytes(op.name):
-            return self._again(op.name, found[1])
+        is_sum = isinstance(op, Add | Mul) and all(map(self._as_bytes, op.inputs))
+        if is_sum or self._as_bytes(op.name):
+            if not (self.holds(op.name) and in_range(self.network, op.name, fmt)):
+                return ""
+            return self._sum(op) if is_sum else self._again(op.name)
         folded = fold(self.network, op, fmt)
         if folded and self._takes_bytes(folded):
             return self._layer(op.name, folded)
@@ -377,12 +380,15 @@ class Int8Writer(Int16Writer):
     def _takes_bytes(self, folded: Folded) -> bool:
         return self._as_bytes(folded.layer.inputs[0]) is not None
 
-    def _sum(self, op: Add | Mul) -> str:
+    def _sum(self, op: Operation) -> str:
         """Add a sum, once for each rounding: with one alone it is an integer kernel."""
         return self.graph.node(type(op).__name__, [self.float(name) for name in op.inputs], op.name)
 
-    def _again(self, name: str, fmt: FixedPoint) -> str:
+    def _again(self, name: str) -> str:
         """Add rounded values plus 0, for another rounding: a sum alone is an integer kernel."""
+        found = self._as_bytes(name)
+        assert found is not None
+        fmt = found[1]
         zero = self.graph.constant("zero", np.full(1, _zero(fmt), np.uint8))
         nothing = self._dequantized(zero, fmt, "nothing")
         return self.graph.node("Add", [self.float(name), nothing], f"{name}.again")

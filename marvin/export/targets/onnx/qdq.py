@@ -1,13 +1,24 @@
 """ONNX with ``QuantizeLinear`` and ``DequantizeLinear`` around float operators, as other runtimes read it."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
-from marvin.export.graph.nodes import MaxPool, Network, Operation, Round, Weighted
+from marvin.export.graph.functions import Mul
+from marvin.export.graph.nodes import (
+    Add,
+    AveragePool,
+    MaxPool,
+    Network,
+    Operation,
+    Round,
+    Weighted,
+)
 from marvin.export.graph.views import Pad
 from marvin.export.targets.onnx.graph import container
 from marvin.export.targets.onnx.int16 import Int16Writer
+from marvin.export.targets.onnx.ranges import in_range
 
 __all__ = ["QdqWriter"]
 
@@ -42,13 +53,16 @@ class QdqWriter(Int16Writer):
         self._codes: dict[str, _Codes] = {}  # by the name of the floats
 
     def rounded(self, op: Round) -> str:
-        """Add bounds where the word is shorter than its container, quantise, and dequantise."""
+        """Add bounds where the word is shorter than its container, quantise, and dequantise.
+
+        Bounds also keep ONNX Runtime from kernels of bytes that do not round to the format.
+        """
         source, fmt, graph = self.float(op.inputs[0]), op.fmt, self.graph
         is_int8 = fmt.min_code >= -128 and fmt.max_code < 128  # TensorRT has no uint8
         kind = np.int8 if is_int8 else container(fmt)
         info = np.iinfo(kind)
         spare = max(fmt.min_code - info.min, info.max - fmt.max_code)
-        if spare:
+        if spare or not self._is_in_range(op):
             low, high = (self.number("bound", bound) for bound in (fmt.min, fmt.max))
             if spare * fmt.lsb > _SMALL:
                 source = graph.node("Clip", [source, low, high], f"{op.name}.clipped")
@@ -58,6 +72,13 @@ class QdqWriter(Int16Writer):
         step = [self.number("scale", fmt.lsb), graph.constant("zero", np.array(0, kind))]
         codes = graph.node("QuantizeLinear", [source, *step], f"{op.name}.codes")
         return self._dequantized(_Codes(codes, step, info.bits == 16), op.name)
+
+    def _is_in_range(self, op: Round) -> bool:
+        rounded = self.network.operation(op.name)
+        if isinstance(rounded, AveragePool):
+            return in_range(self.network, rounded.inputs[0], op.fmt, math.prod(rounded.kernel))
+        is_sum = isinstance(self.network.operation(rounded.inputs[0]), Add | Mul | Round)
+        return not is_sum or in_range(self.network, rounded.inputs[0], op.fmt)
 
     def _dequantized(self, codes: _Codes, name: str) -> str:
         result = self.graph.node("DequantizeLinear", [codes.name, *codes.step], f"{name}.float")
