@@ -23,5 +23,5 @@ def in_range(network: Network, source: str, fmt: FixedPoint, count: int | None =
     """
     value = network.values[source]
     steps = 2.0 ** (fmt.fl - value.fl)  # of the result, in one of the source
-    is_mean = count is None or 2.0**-32 <= steps / count < 2.0**8
-    return is_mean and max(-value.low, value.high) * steps < _INT32
+    is_taken = count is None or 2.0**-32 <= steps / count < 2.0**8
+    return is_taken and max(-value.low, value.high) * steps < _INT32
