@@ -512,7 +512,7 @@ class _Ranges:
         mapped(self.takes.keep, args, kwargs, self.arguments)
 
     def see_output(self, _: nn.Module, _args: object, output: object) -> None:
-        mapped_value(self.gives.keep, output)
+        mapped_value(lambda x: self.gives.keep(x) if x.ndim else x, output)  # a loss is none
 
 
 @torch.no_grad()

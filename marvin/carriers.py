@@ -234,11 +234,12 @@ class Carriers:
                 f"before they have one they stay float32: {listed(sorted(found))}; call model.train()"
             )
 
-    def name_clamped(self, settings: Settings) -> None:
+    def name_clamped(self, settings: Settings, *, is_dead: bool = False) -> None:
         """Warn once of modules that clamp most of what they give, or see, or much of the data.
 
         Args:
             settings: Of the first parameter group.
+            is_dead: Whether all gradients are 0: then modules are named that clamp any of their outputs, such as losses.
         """
         found: dict[str, float] = {}
         for entry in (e for handle in self.handles for e in handle.entries if e.is_live):
@@ -246,7 +247,11 @@ class Carriers:
             is_much = own.tally.fresh() > _MUCH or own.data.share() > _OF_DATA
             rows = (
                 ("inputs", is_much, formats.inputs),
-                ("outputs", own.outputs.fresh() > _OF_OUTPUTS, formats.outputs),
+                (
+                    "outputs",
+                    own.outputs.fresh() > (0.0 if is_dead else _OF_OUTPUTS),
+                    formats.outputs,
+                ),
             )
             for what, is_named, fmt in rows:
                 if is_named and isinstance(fmt, FixedPoint):
@@ -256,10 +261,17 @@ class Carriers:
             remedy = "choose a format with more integer bits"
             if (bits := settings.get("buffer_bits")) is not None:
                 remedy = f"write buffer_bits={bits + 4}, which reaches {2 ** (bits + 3)}"
+            reach = f"{listed(new)}, which reach {found[new[0]]:g} at most"
+            if is_dead:
+                warn_user(
+                    f"all gradients are 0, and clamped values pass none: {reach}; {remedy}, or scale data "
+                    "and targets; return the mean of losses, or give quantize_activations(exclude=...) "
+                    "their module"
+                )
+                return
             warn_user(
-                f"values are clamped, and clamped ones pass no gradient: {listed(new)}, which "
-                f"reach {found[new[0]]:g} at most and are mostly beyond; {remedy}, or scale data and "
-                "targets; of a classifier's logits this may cost nothing"
+                f"values are clamped, and clamped ones pass no gradient: {reach} and are mostly beyond; "
+                f"{remedy}, or scale data and targets; of a classifier's logits this may cost nothing"
             )
 
     def name_stale(self) -> None:

@@ -173,7 +173,9 @@ class _Inputs(FrozenRounding):
 class _Outputs(FrozenRounding):
     def __call__(self, _: nn.Module, _args: Any, output: Any) -> Any:
         fmt = self.formats.outputs
-        return output if fmt is None else mapped_value(lambda x: _round(x, fmt), output)
+        if fmt is None:
+            return output
+        return mapped_value(lambda x: _round(x, fmt) if x.ndim else x, output)  # a loss is none
 
 
 class _Loading:

@@ -379,8 +379,9 @@ class Quantized(WatchesWeights, AskedByScaler):
             self._observe_next()
             self._carriers.publish(self)
             raise
-        if number % _LOOK == 0:
-            self._carriers.name_clamped(self.param_groups[0])
+        is_dead = number == 1 and not any(map(any, norms))
+        if is_dead or number % _LOOK == 0:
+            self._carriers.name_clamped(self.param_groups[0], is_dead=is_dead)
         follows = self.policy.rules.observes_inputs  # the ranges: after its first steps, too
         if number % _LOOK == 0 or (number == 1 and not follows):
             self._name_runaways()

@@ -245,7 +245,7 @@ class Rounder:
         return mapped(rounded, args, kwargs, self.arguments)
 
     def round_outputs(self, module: nn.Module, output: object) -> object:
-        """Round what ``module`` returns.
+        """Round what ``module`` returns, but for numbers by themselves: a loss is no activation.
 
         Raises:
             RuntimeError: ``torch.jit`` traces.
@@ -255,7 +255,8 @@ class Rounder:
             return output
         check_untraced()
         return mapped_value(
-            lambda x: self._round(module, x, formats, formats.outputs, True), output
+            lambda x: self._round(module, x, formats, formats.outputs, True) if x.ndim else x,
+            output,
         )
 
     def _round(

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import marvin
+from fixedpoint_kernels import quantize
 from marvin import FixedPolicy, LossBudgetPolicy, Quantized
 
 BELOW = "the loss budget is a share of the loss, got a mean loss of -"
@@ -107,17 +108,96 @@ def test_what_formats_do_not_reach_is_named():
         model[2].bias.fill_(2.0)
         model[4].weight.fill_(7.5)  # all outputs are above 8
     optimizer.adopt_weights()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(model, optimizer, 99)
-    with pytest.warns(UserWarning, match=r"gradient: outputs of 4, which reach 8 at most"):
-        train(model, optimizer, 1, start=99)
+    with pytest.warns(
+        UserWarning, match=r"gradients are 0, .*: outputs of 4, which reach 8 at most"
+    ):
+        train(model, optimizer, 1)
     shares = handle.saturation()
     assert shares["4"] > 0.9  # of outputs: 12 inputs beside 4 outputs do not hide it
     assert max(shares["0"], shares["2"]) < 0.05
     with warnings.catch_warnings():  # once is enough
         warnings.simplefilter("error")
-        train(model, optimizer, 100, start=100)
+        train(model, optimizer, 199, start=1)
+
+
+class OwnLoss(nn.Module):
+    """Has class centres and returns its loss, as ArcFace and many published models do."""
+
+    def __init__(self, form, reduction="mean"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.centres = nn.Linear(8, 4), nn.Parameter(torch.randn(4, 4))
+        self.form, self.reduction = form, reduction
+
+    def forward(self, x, y):
+        z = F.normalize(self.layer(x)) @ F.normalize(self.centres, dim=0)
+        loss = F.cross_entropy(64 * z, y, reduction=self.reduction)
+        self.loss = loss.detach()
+        return self.form(loss, z)
+
+
+FORMS = {
+    "tensor": lambda loss, _: loss,
+    "dictionary": lambda loss, z: {"logits": z, "loss": loss},
+    "tuple": lambda loss, z: (z, loss),
+}
+
+
+def loss_in(output):
+    output = output.values() if isinstance(output, dict) else output
+    return output if isinstance(output, torch.Tensor) else [*output][-1]
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_loss_that_a_module_with_parameters_returns_is_not_rounded(form):
+    model, x = OwnLoss(form), torch.randn(64, 8)
+    y = x[:, :4].argmax(1)
+    optimizer = marvin.MSGD(model.named_parameters())
+    marvin.quantize_activations(model, optimizer)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = loss_in(model(x, y))
+        assert torch.equal(loss, model.loss)
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step(loss=loss)
+    assert losses[-1] < losses[0] / 2
+    assert losses[0] > 8  # which the format does not reach
+    frozen = marvin.freeze(model)
+    prepared = OwnLoss(form)
+    marvin.prepare(prepared)
+    prepared.load_state_dict(model.state_dict())
+    for own in (model, frozen, prepared):
+        with torch.no_grad():
+            output = own.eval()(x, y)
+        assert torch.equal(loss_in(output), own.loss)
+        assert loss_in(output).item() % 2**-4  # no number of the format
+        if form is not FORMS["tensor"]:
+            logits = next(iter(output.values())) if isinstance(output, dict) else output[0]
+            assert torch.equal(logits, quantize(logits, optimizer.formats()["centres"]))
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_losses_that_are_clamped_are_named_in_the_first_step(form):
+    model, x = OwnLoss(form, "none"), torch.randn(64, 8)
+    with torch.no_grad():
+        y = loss_in(OwnLoss(lambda _, z: (z,))(x, torch.zeros(64).long())).argmin(1)
+    optimizer = marvin.MSGD(model.named_parameters())
+    marvin.quantize_activations(model, optimizer)
+    loss = loss_in(model(x, y)).mean()
+    loss.backward()
+    with pytest.warns(
+        UserWarning, match=r"all gradients are 0, .* outputs of the model, which reach 8"
+    ):
+        optimizer.step(loss=loss)
+
+
+def test_gradients_of_0_without_clamped_outputs_are_nobodys_fault():
+    model, optimizer, _ = make(FixedPolicy(8, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, 1, lambda out, _: 0 * out.sum())
 
 
 def test_logits_beyond_the_formats_are_named_with_the_bits_that_reach_them():
