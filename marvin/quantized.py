@@ -370,7 +370,7 @@ class Quantized(WatchesWeights, AskedByScaler):
         self._counts.step = number
         try:
             self._move(batches, update)
-            if update.switches or number % _LOOK == 0:
+            if self._settle(update, now) or number % _LOOK == 0:
                 self._carriers.publish(self)
             self._observe_next()
         except BaseException:  # else the next step would take half-written weights for the user's
@@ -951,6 +951,17 @@ class Quantized(WatchesWeights, AskedByScaler):
             if is_trained and owner is not None and names[owner] in switched:
                 chosen.add(p)
         return [p for p in names if p in chosen]
+
+    def _settle(self, update: Update, now: Step) -> bool:
+        """Let the policy change formats once masters have moved; say whether any changed in this step."""
+        later = self.policy.after_move(update.shared, update.layers, now)
+        if later is None:
+            return bool(update.switches)
+        later = self._completed(later, list(update.layers), now.number)
+        records = {layer.index: layer.record for layer in later.layers}
+        layers = [own.but(record=records[own.index]) for own in self._layers({}, {})[0]]
+        self._write(self._keep(replace(later, layers=layers), []), Purpose.INITIAL)
+        return bool(update.switches or later.switches)
 
     def _frozen(self) -> set[Tensor]:
         """Return the parameters that have masters and do not move."""

@@ -70,7 +70,8 @@ class Policy(ABC):
     It is asked in this order. ``init_shared`` and ``init`` give the first records. In each step
     ``measure`` computes on the device what the gradients tell, without changing anything; once
     the step is known to be finite, ``update`` gets the numbers, in one transfer with all others,
-    and returns new records. ``end_epoch`` does the same where the user marks the end of an epoch.
+    and returns new records. ``after_move`` may change them once masters have moved. ``end_epoch`` does
+    the same where the user marks the end of an epoch.
 
     ``settings`` are the hyper-parameters that ``settings()`` names: each parameter group has them
     and may change them. Weights take ``record.fmt``; ``activation_formats`` may give activations
@@ -186,6 +187,18 @@ class Policy(ABC):
             step: What is common to them in this step.
         """
         return Update(shared, layers)
+
+    def after_move(self, shared: Any, layers: Sequence[Layer], step: Step) -> Update | None:
+        """Return new records once a step has moved the masters; None where none is new.
+
+        Weights are written anew in the formats that change. Tensors of layers stay as they are.
+
+        Args:
+            shared: What ``update`` made of it.
+            layers: What ``update`` made of them, with masters that have moved.
+            step: As of ``update``.
+        """
+        return None
 
     def end_epoch(self, shared: Any, layers: Sequence[Layer], step: Step) -> Update:
         """Return new records at the end of an epoch."""

@@ -7,19 +7,30 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fixedpoint_kernels import FixedPoint
-from marvin.channels import ChannelFormat, channel_format
+from marvin.channels import ChannelFormat, channel_format, scale_of
 from marvin.policies.base import Policy
 from marvin.policies.observer import weight_ranges
 from marvin.policies.ranges import Limits, Range, next_integer_bits
-from marvin.policies.records import ActivationFormats, Layer, PlainRecord, Rules, Step, Update
+from marvin.policies.records import (
+    ActivationFormats,
+    Layer,
+    PlainRecord,
+    Rules,
+    Step,
+    Update,
+    word_length,
+)
 from marvin.policies.trace import Switch
 from marvin.ranks import sums_over_ranks
 from marvin.settings import Checks, Settings, check_settings
+from marvin.shards import spread
 
 __all__ = ["LayerBudget", "Observation", "Observed", "RangePolicy", "TensorFormat", "Window"]
 __all__ += ["is_count", "is_word_length"]
 
 TensorFormat = FixedPoint | ChannelFormat
+_LOOKS = 25  # a weight is looked at again before one that grows steadily has grown by a twelfth
+_GROWN = "weight: it grew beyond its format"
 _EARLY = 1, 2, 5, 12  # formats change at the end of these steps too: weights move fast then
 
 
@@ -34,6 +45,7 @@ class LayerBudget(PlainRecord):
         count: Gradients in the window.
         window: Which one: step at whose end it began. A layer that is frozen at a switch stays behind.
         input_gradient: Running mean of the squared norm of a sample's gradient to the inputs.
+        first: Step at whose end the weight got its first format; 0 before.
     """
 
     fmt: TensorFormat | None = None
@@ -42,6 +54,12 @@ class LayerBudget(PlainRecord):
     count: int = 0
     input_gradient: float | None = None
     window: int = 0
+    first: int = 0
+
+    def is_watched(self, step: int) -> bool:
+        """Say whether a step looks if the weight has grown beyond its format: often at first, then more rarely."""
+        steps = step - self.first + 1
+        return self.fmt is not None and steps % max(steps // _LOOKS, 1) == 0
 
     def within(self, window: int) -> "LayerBudget":
         """Return it without gradients of windows before ``window``."""
@@ -122,7 +140,8 @@ class RangePolicy(Policy):
     """What ``LossBudgetPolicy`` and ``StaticPolicy`` share: measured ranges.
 
     They differ in the noise that they allow. The first step is in float32. At its end, at that of steps 2, 5 and 12, and of every
-    ``window``-th step all layers switch. Weights and inputs of layers are rounded to nearest,
+    ``window``-th step all layers switch. Weights that grow beyond their formats reach further at once, with the
+    same word length. Weights and inputs of layers are rounded to nearest,
     outputs are left to the layer that takes them; biases and normalisation stay float32.
 
     Raises:
@@ -224,6 +243,39 @@ class RangePolicy(Policy):
             rows.append(row)
         return Update(shared.emptied(step.number), after, rows)
 
+    def after_move(self, shared: Window, layers: Sequence[Layer], step: Step) -> Update | None:
+        """Let weights that have grown beyond their formats reach further, with the same word lengths."""
+        watched = [layer for layer in layers if layer.record.is_watched(step.number)]
+        if not watched:
+            return None
+        fmts: list[TensorFormat] = [layer.record.fmt for layer in watched]
+        masters, shards = [layer.master for layer in watched], [layer.shard for layer in watched]
+        sizes = [
+            x * scale_of(fmt, x, shard.offset) if isinstance(fmt, ChannelFormat) else x
+            for x, fmt, shard in zip(masters, fmts, shards, strict=True)
+        ]
+        largest = [max(-one.low, one.high) for one in spread(sizes, shards)]
+        grown = [
+            i for i, fmt in enumerate(fmts) if 2.0 ** (fmt.wl - 1 - fmt.fl) < largest[i] < math.inf
+        ]
+        ranges = weight_ranges(
+            [masters[i] for i in grown],
+            [shards[i] for i in grown],
+            [isinstance(fmts[i], ChannelFormat) for i in grown],
+        )
+        after, rows = [], []
+        wider = {
+            watched[i].index: _wider(fmts[i], measured)
+            for i, measured in zip(grown, ranges, strict=True)
+        }
+        for layer in layers:
+            record: LayerBudget = layer.record
+            new = replace(record, fmt=wider.get(layer.index, record.fmt))
+            if new != record:
+                rows.append(replace(_row(layer, new, step.number), note=_GROWN))
+            after.append(layer if new == record else layer.but(record=new))
+        return Update(shared, after, rows) if rows else None
+
     def _switched(
         self,
         layer: Layer,
@@ -242,24 +294,16 @@ class RangePolicy(Policy):
             mean = of_inputs.gradient
         if mean is None or not math.isfinite(mean):
             mean = record.input_gradient
-        before = record.fmt
-        row = Switch(
-            step=step,
-            layer=layer.name,
-            wl=32 if fmt is None else fmt.wl,
-            fl=0 if fmt is None else fmt.fl,
-            wl_before=32 if before is None else before.wl,
-            fl_before=0 if before is None else before.fl,
-            window=record.count,
-            input_wl=32 if inputs is None else inputs.wl,
-            input_fl=inputs.fl if isinstance(inputs, FixedPoint) else 0,
-            input_signed=inputs.signed if isinstance(inputs, FixedPoint) else True,
+        first = record.first or (0 if fmt is None else step)
+        after = LayerBudget(fmt, inputs, input_gradient=mean, window=step, first=first)
+        row = replace(
+            _row(layer, after, step),
             saturated=0.0 if of_inputs is None else of_inputs.range.saturated,
             weight_gradient=math.nan if of_weight.gradient is None else of_weight.gradient,
             input_gradient=math.nan if mean is None else mean,
             note="; ".join(notes),
         )
-        return LayerBudget(fmt, inputs, input_gradient=mean, window=step), row
+        return after, row
 
     def next_format(
         self, settings: Settings, observation: Observation, share: float, *, follows: bool
@@ -280,6 +324,39 @@ class RangePolicy(Policy):
             noise /= max(measured.rounded, 1e-3)
         fmt = observation.limits.format(measured.signed, integer_bits, noise, measured.clipping)
         return (channel_format(fmt, measured.channels) if measured.channels else fmt), ""
+
+
+def _row(layer: Layer, after: LayerBudget, step: int) -> Switch:
+    """Return what the trace says of a layer's formats."""
+    record: LayerBudget = layer.record
+    before, fmt, inputs = record.fmt, after.fmt, after.inputs
+    return Switch(
+        step=step,
+        layer=layer.name,
+        wl=word_length(fmt),
+        fl=0 if fmt is None else fmt.fl,
+        wl_before=word_length(before),
+        fl_before=0 if before is None else before.fl,
+        window=record.count,
+        input_wl=word_length(inputs),
+        input_fl=inputs.fl if isinstance(inputs, FixedPoint) else 0,
+        input_signed=inputs.signed if isinstance(inputs, FixedPoint) else True,
+    )
+
+
+def _wider(fmt: TensorFormat, measured: Range) -> TensorFormat:
+    """Return a format of the same word length that reaches what was measured, as far as it pays; ``fmt`` where it does."""
+    assert measured.integer_bits is not None
+    limits = Limits(fmt.wl, fmt.wl)
+    if isinstance(fmt, ChannelFormat):
+        known = [fmt.channel(i).il for i in range(len(fmt.shifts))]
+        found = [
+            old if new is None else max(old, new)
+            for old, new in zip(known, measured.channels, strict=True)
+        ]
+        return channel_format(limits.format(True, max(found), 0.0), found)
+    wider = limits.format(True, measured.integer_bits, 0.0, measured.clipping)
+    return wider if wider.fl < fmt.fl else fmt
 
 
 def _gradients(layers: Sequence[Layer]) -> list[float | None]:

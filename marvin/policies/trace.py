@@ -41,7 +41,7 @@ class Switch:
         saturated: Share of inputs that were clamped.
         weight_gradient: Squared norm of a sample's gradient to the weight.
         input_gradient: Squared norm of a sample's gradient to the inputs.
-        note: What kept a format from changing.
+        note: What kept a format from changing, or changed it before its time.
     """
 
     step: int

@@ -15,7 +15,9 @@ from fixedpoint_kernels import FixedPoint, quantize
 from marvin import LossBudgetPolicy, Quantized, StaticPolicy
 from marvin.hooks import detach
 from marvin.policies.observer import weight_ranges
+from marvin.policies.range_policy import LayerBudget
 from marvin.policies.ranges import Limits, Range
+from marvin.rounder import formats_of
 from marvin.shards import Shard
 
 POLICIES = {
@@ -357,6 +359,98 @@ def test_zero_statistics_keep_the_format_and_are_reported():
     assert (optimizer.formats(), optimizer.input_formats()) == (formats, inputs)
     for row in optimizer.trace[-3:]:
         assert row.note.count("loss or gradient 0, or not finite") == 2
+
+
+class Adapted(nn.Module):
+    """A layer beside which another begins at 0, as in LoRA."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base, self.a, self.b = nn.Linear(64, 4), nn.Linear(64, 4), nn.Linear(4, 4, bias=False)
+        self.base.requires_grad_(False)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.base(x) + self.b(self.a(x))
+
+
+GROWING = {
+    "static": lambda: StaticPolicy(16, 16),
+    "budget": lambda: LossBudgetPolicy(min_wl=16, max_wl=16),
+    "channels": lambda: StaticPolicy(16, 16, per_channel=True),
+}
+
+
+def growing(policy, compact_state=False):
+    model = Adapted()
+    params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    optimizer = Quantized(
+        torch.optim.Adam(params, lr=0.1), GROWING[policy](), compact_state=compact_state
+    )
+    marvin.quantize_activations(model, optimizer)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("compact_state", [False, True])
+@pytest.mark.parametrize("policy", GROWING)
+def test_a_weight_that_begins_at_0_is_not_clamped(policy, compact_state):
+    model, optimizer = growing(policy, compact_state)
+    for step in range(30):
+        train(model, optimizer, 1, start=step)
+        fmt = optimizer.format_of(model.b.weight)
+        assert (fmt is None) == (step == 0)
+        if fmt is None:
+            continue
+        master = marvin.compact.master_of(optimizer.state[model.b.weight])
+        steps = [fmt.channel(i).lsb if policy == "channels" else fmt.lsb for i in range(4)]
+        error = (model.b.weight - master).abs() / torch.tensor(steps).view(-1, 1)
+        assert error.max() <= 0.5 + 1e-3  # rounded, and not clamped
+        assert formats_of(model)["b"].weights == (fmt,)
+        last = [row for row in optimizer.trace if row.layer == "b.weight"][-1]
+        assert (last.wl, last.fl) == (16, fmt.fl)
+    assert any("grew" in row.note for row in optimizer.trace)
+
+
+@pytest.mark.parametrize("policy", GROWING)
+@pytest.mark.parametrize("stop", [1, 3, 6])
+def test_resume_among_weights_that_grow_equals_never_stopping(policy, stop):
+    model, optimizer = growing(policy)
+    train(model, optimizer, stop)
+    state = copy.deepcopy(optimizer.state_dict())
+    model2, optimizer2 = growing(policy)
+    optimizer2.load_state_dict(state)
+    for pair in ((model, optimizer), (model2, optimizer2)):
+        train(*pair, 24, stop)
+    torch.testing.assert_close(model.state_dict(), model2.state_dict(), rtol=0, atol=0)
+    assert repr(optimizer.state_dict()["marvin"]) == repr(optimizer2.state_dict()["marvin"])
+
+
+def test_a_weight_is_looked_at_ever_more_rarely():
+    record = LayerBudget(FixedPoint(8, 4), first=100)
+    found = [step for step in range(100, 1200) if record.is_watched(step)]
+    assert found[:50] == [*range(100, 149), 149]
+    assert len([step for step in found if step > 1000]) < 10
+    assert not LayerBudget().is_watched(1)
+
+
+def test_clamping_that_pays_changes_nothing_between_switches():
+    """At few bits the largest weights are clamped for the sake of the others."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, bias=False)
+    nn.init.normal_(model.weight)
+    sgd = torch.optim.SGD(model.named_parameters(), lr=1e-9)
+    optimizer = Quantized(sgd, StaticPolicy(4, 8, window=50))
+    marvin.quantize_activations(model, optimizer)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = model(torch.randn(16, 64)).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss)
+    (fmt,) = optimizer.formats().values()
+    assert model.weight.max() < 2.0**fmt.il < optimizer.state[model.weight]["master"].max()
+    assert not any("grew" in row.note for row in optimizer.trace)
 
 
 def test_a_dead_layer_stays_float_until_it_lives():

@@ -22,6 +22,7 @@ from marvin import (
     StaticPolicy,
 )
 from marvin.policies.records import ActivationFormats, Layer, Measured, Rules, Update
+from marvin.rounder import formats_of
 from marvin.shards import Shard
 
 # of each policy: the run that is saved, and the object that loads its state; no argument is shared
@@ -268,6 +269,32 @@ def test_tables_of_a_policy_are_saved_as_they_are():
     other = own(Silent())[1]
     other.load_state_dict(optimizer.state_dict())
     assert other.shared == optimizer.shared == Note(None, {"1": 1, "2": 1})
+
+
+class Late(Silent):
+    """Changes formats once masters have moved."""
+
+    def update(self, shared, layers, step):
+        return Update(shared, layers)
+
+    def after_move(self, shared, layers, step):
+        if step.number != 2:
+            return None
+        return Update(shared, [layers[0].but(record=Note(FixedPoint(5, 3))), *layers[1:]])
+
+
+def test_formats_that_change_after_the_move_are_those_of_the_step():
+    model, optimizer = own(Late())
+    steps(model, optimizer, 2)
+    assert [(row.step, row.layer, row.wl) for row in optimizer.trace] == [(2, "0.weight", 5)]
+    assert formats_of(model)["0"].weights == (FixedPoint(5, 3),) * 2  # its bias has it, too
+    for p, bits in ((model[0].weight, 3), (model[0].bias, 3), (model[2].weight, 6)):
+        assert torch.equal(p * 2**bits, (p * 2**bits).round())
+    other, again = own(Late())
+    again.load_state_dict(optimizer.state_dict())
+    for pair in ((model, optimizer), (other, again)):
+        steps(*pair, 2)
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
 class Blocks(Silent):

@@ -58,6 +58,15 @@ def channels(model):
     return marvin.Quantized(sgd, marvin.StaticPolicy(window=4, per_channel=True))
 
 
+def growing(model):
+    """Weights that begin small are beyond their formats after a step."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1e-3)
+    adam = torch.optim.Adam(model.named_parameters(), lr=0.05)
+    return marvin.Quantized(adam, marvin.StaticPolicy(12, 12))
+
+
 def fixed(model):
     wrapped = torch.optim.RMSprop(model.named_parameters(), lr=1e-3)
     return marvin.Quantized(wrapped, marvin.FixedPolicy(8, 6), quantize_gradients=True)
@@ -78,6 +87,7 @@ OPTIMIZERS = {
     "adamw": adamw,
     "budget": budget,
     "channels": channels,
+    "growing": growing,
     "fixed": fixed,
     "whole": whole,
     "compact": lambda model: msgd(model, compact_state=True),
