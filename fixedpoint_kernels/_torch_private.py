@@ -6,7 +6,7 @@ Each entry says which public way is missing. The tests name what is gone after a
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from functools import wraps
 from operator import itemgetter
@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.pooling import _AdaptiveAvgPoolNd as AdaptiveAvgPoolBase
 from torch.nn.modules.pooling import _AvgPoolNd as AvgPoolBase
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import TensorWeakRef as WeakTensor
 
@@ -99,6 +99,7 @@ __all__ = [
     "tree_leaves",
     "tree_unflatten",
     "uncompiled",
+    "unseen_in_checkpoints",
     "version_of",
     "versions_of",
     "without_global_step_hooks",
@@ -221,6 +222,16 @@ def is_recomputed() -> bool:
     """Say whether a checkpoint that is not reentrant runs a part of a model for the second time."""
     hooks = _saving_hooks_of_others()
     return hooks is not None and "_recomputation_hook" in hooks[0].__qualname__
+
+
+def unseen_in_checkpoints() -> AbstractContextManager[object]:
+    """Let a selective checkpoint not see what operators do in this block.
+
+    It wants the same operators each time it runs a part of a model; what is counted may take others.
+    """
+    if torch._C._len_torch_dispatch_stack() and is_checkpointed():
+        return _disable_current_modes()
+    return nullcontext()
 
 
 def fake_tensor_mode() -> Any:

@@ -29,6 +29,7 @@ OWNERS = [  # who must have which private names
     (torch._C, "_are_functorch_transforms_active _len_torch_dispatch_stack"),
     (torch._C, "_functorch"),
     (torch.utils, "_python_dispatch _pytree"),
+    (torch.utils._python_dispatch, "_disable_current_modes"),
     (torch.ops.aten, "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward"),
     (torch.ops.aten, "_native_batch_norm_legit"),
     (torch.nn.modules.batchnorm, "_BatchNorm _NormBase"),

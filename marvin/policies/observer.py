@@ -14,6 +14,7 @@ from fixedpoint_kernels._torch_private import (
     foreach_clamp_min_,
     foreach_sub,
     left_uncompiled,
+    unseen_in_checkpoints,
 )
 from fixedpoint_kernels.norms import norms_many
 from fixedpoint_kernels.observer import MAGNITUDES, mask_and_observe, round_and_observe
@@ -78,7 +79,8 @@ class _Observed(torch.autograd.Function):
         ctx: Any, x: Tensor, fmt: FixedPoint | None, clip: bool, has_gradient: bool, sums: Sums
     ) -> Tensor:
         y, ste_mask, counts, scalars = round_and_observe(x.detach(), fmt)
-        sums.add(counts, scalars)
+        with unseen_in_checkpoints():
+            sums.add(counts, scalars)
         ctx.save_for_backward(ste_mask)
         ctx.clips, ctx.has_gradient, ctx.sums = fmt is not None and clip, has_gradient, sums
         return y
@@ -170,7 +172,8 @@ class Observer:
         """
         sums = self.sums = self.sums or Sums()
         _, ste_mask, counts, scalars = round_and_observe(x.detach(), fmt)
-        sums.add(counts, scalars)
+        with unseen_in_checkpoints():
+            sums.add(counts, scalars)
 
         def of_gradient(grad: Tensor) -> None:
             sums.add_gradient(mask_and_observe(grad, ste_mask, clip=False)[1])

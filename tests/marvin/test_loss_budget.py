@@ -1,6 +1,7 @@
 """LossBudgetPolicy and StaticPolicy, as the optimizer drives them."""
 
 import copy
+import functools
 import io
 import math
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import marvin
 from fixedpoint_kernels import FixedPoint, quantize
@@ -322,6 +323,24 @@ def test_a_checkpoint_counts_a_sample_once(use_reentrant):
             optimizer.step(loss=loss)
         formats.append((optimizer.formats(), optimizer.input_formats()))
     assert formats[0] == formats[1]
+
+
+def test_a_selective_checkpoint_does_not_see_what_is_counted():
+    keep = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    runs = []
+    for options in ({}, {"context_fn": keep}):
+        model, optimizer, _ = make(StaticPolicy(8, 8, window=4))
+        for step in range(3):
+            images, labels = batch(step)
+            optimizer.zero_grad()
+            inner = model[:4](images)
+            out = checkpoint(model[4:], inner, use_reentrant=False, **options)
+            loss = F.cross_entropy(out, labels)
+            loss.backward()
+            optimizer.step(loss=loss)
+        runs.append((model.state_dict(), optimizer.formats()))
+    torch.testing.assert_close(runs[0][0], runs[1][0], rtol=0, atol=0)
+    assert runs[0][1] == runs[1][1]
 
 
 def test_an_unfinite_step_leaves_nothing_behind():
