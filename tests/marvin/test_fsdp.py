@@ -42,7 +42,17 @@ def trained(tmp_path_factory):
 def test_sharded_parameters_are_as_whole_ones(trained):
     _, switches = trained
     assert {kind for kind, count in switches.items() if count >= 6} == {
-        *("msgd", "adamw", "options", "fine", "budget", "channels", "compact", "compact_adamw")
+        *(
+            "msgd",
+            "adamw",
+            "options",
+            "fine",
+            "budget",
+            "channels",
+            "growing",
+            "compact",
+            "compact_adamw",
+        )
     }
 
 
