@@ -111,8 +111,8 @@ def _check_policy(want: Mapping[str, Any], common: Mapping[str, Any]) -> None:
 
 
 def _checked_shared(
-    want: Mapping[str, Any] | None, got: Mapping[str, Any] | None
-) -> Mapping[str, Any]:
+    want: Mapping[str, object] | None, got: Mapping[str, object] | None
+) -> Mapping[str, object]:
     """Return what a policy shares; refuse one with other names, or with numbers that no run has."""
     own, theirs = want or {}, got or {}
     check_names("policy.shared", own, {**{n: 0 for n in LATER_SHARED if n in own}, **theirs})

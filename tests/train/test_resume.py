@@ -91,15 +91,15 @@ def test_stopped_in_any_step_and_resumed(run, tiny, tmp_path, monkeypatch, optim
 def test_switches_of_an_epochs_end_are_drawn_where_the_run_goes_on_from_there(
     run, tiny, tmp_path, monkeypatch
 ):
-    """MuPPET's level rises at the end of epoch 7."""
+    """MuPPET's level rises at the end of epoch 6."""
     monkeypatch.setattr("marvin.policies.muppet.threshold", lambda epoch: 0.5)
     tiny = dataclasses.replace(tiny, policy="muppet", normalize_gradients=False, epochs=9, lr=0.01)
     tiny = dataclasses.replace(tiny, limit=60, batch_size=60, width=2)
     run(dataclasses.replace(tiny, run=str(tmp_path / "whole")))
-    run(dataclasses.replace(tiny, run=str(tmp_path / "longer"), epochs=7))
+    run(dataclasses.replace(tiny, run=str(tmp_path / "longer"), epochs=6))
     run(dataclasses.replace(tiny, run=str(tmp_path / "longer"), resume=True))
     whole = curves(tmp_path / "whole", saturation=True)
-    assert whole["word_length/conv.weight"][1:] == [(7, 8), (7, 12)]
+    assert whole["word_length/conv.weight"][1:] == [(6, 8), (6, 12)]
     assert curves(tmp_path / "longer", saturation=True) == whole
 
 
