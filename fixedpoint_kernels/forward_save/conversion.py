@@ -213,8 +213,13 @@ def choices_of(
         if choice is not None:
             found[name] = module, choice
     if needs_one and not any(choice.bases for _, choice in found.values()):
-        kinds = sorted({type(m).__name__ for m in model.modules()})
-        raise ValueError(f"the model must have a layer to convert, got {', '.join(kinds)}")
+        kinds = {type(m).__name__: "" for m in model.modules()}
+        kinds |= {type(m).__name__: f" ({c.reason})" for m, c in found.values() if c.reason}
+        raise ValueError(
+            "the model must have a layer to convert, got "
+            f"{', '.join(kind + kinds[kind] for kind in sorted(kinds))}; "
+            "few_bit=3 converts activation functions, division=True other layers"
+        )
     return found
 
 
