@@ -319,9 +319,11 @@ def test_errors_change_nothing():
         forward_save.convert(model, few_bit={"colour": 1})
     with pytest.raises(ValueError, match="must have converted layers to revert, got none"):
         forward_save.revert(model)
-    with pytest.raises(ValueError, match="layer to convert, got Linear; .*division=True other"):
+    with pytest.raises(ValueError, match=r"layer to convert, got Linear; .*division=True other"):
         forward_save.convert(nn.Linear(2, 2), few_bit=3)
-    with pytest.raises(ValueError, match=r"got AdaptiveAvgPool2d \(.*\), GELU \(few_bit is not asked"):
+    with pytest.raises(
+        ValueError, match=r"got AdaptiveAvgPool2d \(.*\), GELU \(few_bit is not asked"
+    ):
         forward_save.convert(
             nn.Sequential(nn.GELU(), nn.AdaptiveAvgPool2d(1)), division=True, calls=False
         )

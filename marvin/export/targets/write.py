@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -142,7 +143,7 @@ def _check_loads(path: Path) -> None:
 
 
 @contextmanager
-def _named(runtime: Any, what: str, instead: str) -> Iterator[None]:
+def _named(runtime: ModuleType, what: str, instead: str) -> Iterator[None]:
     """Make an ``ExportError`` of what ONNX Runtime raises; it names the node, which has its layer's name."""
     try:
         yield

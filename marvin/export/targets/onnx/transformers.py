@@ -33,7 +33,7 @@ class Integers:
         real: Dtype of the floats that hold what comes in and the result.
     """
 
-    def __init__(self, graph: _Graph, name: str, real: Any) -> None:
+    def __init__(self, graph: _Graph, name: str, real: type[np.floating]) -> None:
         self.graph, self.name, self.real = graph, name, real
         self.types: Any = graph.onnx.TensorProto
 
@@ -50,7 +50,7 @@ class Integers:
         """Return the name of a constant, int64."""
         return self.graph.constant("number", np.array(x, np.int64))
 
-    def float(self, x: float, real: Any) -> str:
+    def float(self, x: float, real: type[np.floating]) -> str:
         """Return the name of a constant of dtype ``real``."""
         return self.graph.constant("number", np.array(x, real))
 
@@ -114,7 +114,7 @@ class Integers:
         """Return numbers that are not below 0, and 1 instead of 0."""
         return self("Add", x, self.cast(self("Equal", x, 0), self.types.INT64))
 
-    def within(self, x: str, low: int, high: int, real: Any) -> str:
+    def within(self, x: str, low: int, high: int, real: type[np.floating]) -> str:
         """Return numbers from ``low`` to ``high`` as floats of dtype ``real``, which has all of these."""
         dtype = self.graph.onnx.helper.np_dtype_to_tensor_dtype(np.dtype(real))
         ends = [self.float(end, real) for end in (low, high)]
