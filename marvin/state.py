@@ -38,11 +38,8 @@ __all__ = [
 
 VERSION = 2  # of what ``Quantized.state_dict`` returns under "marvin"
 _CODES = "master_codes"  # saved as pairs of bytes
-_MOMENTS = (
-    "momentum_buffer",
-    "exp_avg",
-    "exp_avg_sq",
-)  # of torch's optimizers; others' may have any shape
+# of torch's optimizers; others' may have any shape
+_MOMENTS = "momentum_buffer", "exp_avg", "exp_avg_sq"
 _ADAM = "step", "exp_avg", "exp_avg_sq"
 _NEEDED: Mapping[
     type, tuple[str, ...]

@@ -22,9 +22,8 @@ from marvin.wrappers import for_wrappers
 
 __all__ = ["WatchesWeights"]
 
-_ULPS = (
-    2  # of the largest weight: what adding a number up to twice as large and taking it back leaves
-)
+_ULPS = 2
+"""Of the largest weight: what adding a number up to twice as large and taking it back leaves."""
 
 
 class _Change(NamedTuple):
