@@ -69,7 +69,7 @@ class _Run(fx.Interpreter):
                 for own in self._traced.nodes:
                     if own not in self.env:
                         self.env[own] = self.run_node(own)
-        except Exception:  # whatever the model's own code raises: the trace, when run, raises it again
+        except Exception:  # of the model's own code: the trace, when run, raises it again
             return None
         return self.env.get(node)
 
