@@ -23,6 +23,7 @@ from train.vit import vit
 TESTS = "tests/marvin/test_fusion.py"
 SECONDS = 60.0  # a row: steps are long
 WINDOW = 25
+LATER = 1000  # a step
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {  # with images and their side
     "ResNet20, 128 images of 32x32": (resnet20, 128, 32),
     "ResNet20 of width 64, 32 images of 32x32": (lambda: resnet20(width=64), 32, 32),
@@ -94,4 +95,10 @@ def fixed_point_model(
     step = training_step(model, x, y, optimizer.zero_grad, lambda loss: optimizer.step(loss=loss))
     for _ in range(4):  # the first steps are observed
         step()
+    state = optimizer.state_dict()
+    state["marvin"]["step"] = (
+        LATER  # each of the first steps looks whether weights outgrow their formats
+    )
+    optimizer.load_state_dict(state)
+    step()
     return model, step
