@@ -120,13 +120,14 @@ def absorbed(network: Network) -> dict[str, str]:
 
 
 def roundings(network: Network, name: str) -> tuple[list[str], list[Round]]:
-    """Return names from a value to its roundings, and these; none where anything else takes it."""
-    between, rounds = [name], []
+    """Return names from a value to its roundings, and these; none where anything else takes it, or it is an output."""
+    between, rounds, outputs = [name], [], {*network.outputs.values()}
     for current in between:  # which grows
         users = network.users.get(current, [])
         rounds += [op for op in users if isinstance(op, Round)]
         others = [op for op in users if not isinstance(op, Round)]
-        if not users or not all(isinstance(op, KEEP_ORDER) for op in others):
+        is_taken = not users or not all(isinstance(op, KEEP_ORDER) for op in others)
+        if is_taken or current in outputs:
             return [], []
         between += [op.name for op in others]
     return between, rounds

@@ -437,6 +437,40 @@ def test_sums_of_steps_far_apart(kind, second, out, container):
     assert_exact(network, x.float(), container)
 
 
+class GivesNorm(nn.Module):
+    """Gives what batch normalisation makes, which its next layer takes rounded."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm = nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6)
+        self.b = nn.Conv2d(6, 4, 3)
+
+    def forward(self, x):
+        y = self.norm(self.a(x))
+        return self.b(torch.relu(y)), y
+
+
+@pytest.mark.parametrize("container", ["int8", "int16", "qdq", "float64"])
+def test_outputs_that_are_also_rounded_are_exact(container):
+    """They were taken for values of which roundings alone are asked."""
+    torch.manual_seed(0)
+    model, x = GivesNorm(), torch.randn(16, 3, 8, 8)
+    for _ in range(3):
+        model(x)
+    network = describe(marvin.calibrate(model.eval(), [x], bits=6), x)
+    assert not network.values["norm"].is_exact(24)
+    assert not exporter.qdq_is_exact(network)
+    if container == "int16":
+        with pytest.raises(ExportError, match="norm: sums take 29 bits, int16 is exact up to 24"):
+            exporter.to_model(network, container)
+    elif container != "qdq":
+        content = exporter.to_model(network, container).SerializeToString()
+        session = runtime.InferenceSession(content, providers=["CPUExecutionProvider"])
+        got = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        for found, want in zip(got, integer.run_heads(network, x).values(), strict=True):
+            torch.testing.assert_close(torch.from_numpy(found).double(), want, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("container", ["int8", "qdq"])
 @pytest.mark.parametrize(
     ("count", "out"), [(1, 7), (1, 8), (4, 9), (4, 10), (4, 26), (1, -31), (4, -31)]
