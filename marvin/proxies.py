@@ -153,7 +153,11 @@ class _Asked(fx.Proxy):
         return length
 
     def __index__(self) -> int:
-        return _as_number(self)
+        if (
+            number := self.tracer.number(self)
+        ) is None:  # torch's functions ask, and take values, too
+            raise TypeError(f"'{type(self).__name__}' object cannot be interpreted as an integer")
+        return number
 
     def __int__(self) -> int:
         return _as_number(self)

@@ -62,7 +62,7 @@ def twins(
     with torch.no_grad():
         if layer.bias is not None:
             layer.bias.uniform_(-1, 1)
-    sgd = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    sgd = torch.optim.SGD(model.named_parameters(), lr=1e-6)
     optimizer = marvin.Quantized(sgd, policy or marvin.StaticPolicy(6, 7))
     marvin.quantize_activations(model, optimizer, ste=ste)
     loss = model(batch(shape)).square().mean()
