@@ -52,7 +52,7 @@ from marvin.policies.base import (
 )
 from marvin.policies.observer import Inputs, Sums, inputs_of
 from marvin.policies.records import Layer, Step, Update
-from marvin.policies.trace import Switch
+from marvin.policies.trace import Switch, merged
 from marvin.ranks import check_not_joining, is_distributed, mean_over_ranks, parallel_models
 from marvin.rounder import ForwardState, Samples
 from marvin.settings import (
@@ -960,7 +960,10 @@ class Quantized(WatchesWeights, AskedByScaler):
         later = self._completed(later, list(update.layers), now.number)
         records = {layer.index: layer.record for layer in later.layers}
         layers = [own.but(record=records[own.index]) for own in self._layers({}, {})[0]]
-        self._write(self._keep(replace(later, layers=layers), []), Purpose.INITIAL)
+        first = len(self.trace) - len(update.switches)
+        written = self._keep(replace(later, layers=layers), [])
+        self.trace[first:] = merged(self.trace[first:])
+        self._write(written, Purpose.INITIAL)
         return bool(update.switches or later.switches)
 
     def _frozen(self) -> set[Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from fixedpoint_kernels._torch_private import adaptive_avg_pool_backward
+from fixedpoint_kernels._torch_private import adaptive_avg_pool_backward, compiled_as_constant
 from fixedpoint_kernels.few_bit import operators
 from fixedpoint_kernels.few_bit.functional import table_key
 from fixedpoint_kernels.forward_save import maps
@@ -134,7 +134,13 @@ def _drawn(x: Tensor, p: float) -> tuple[Tensor, Tensor, float]:
         out, mask = torch.native_dropout(x, p, True)
         return out, mask.to(x.dtype), 1 / (1 - p)
     noise = F.dropout(torch.ones_like(x), p)  # 0 or 1 / (1 - p), rounded as torch does
-    return x * noise, noise, float(torch.ones((), dtype=x.dtype).div_(1 - p))
+    return x * noise, noise, _scale(p, x.dtype)
+
+
+@compiled_as_constant
+def _scale(p: float, dtype: torch.dtype) -> float:
+    """Return 1 / (1 - p) as torch rounds it in a dtype."""
+    return float(torch.ones((), dtype=dtype).div_(1 - p))
 
 
 def _order(x: Tensor) -> tuple[int, ...]:

@@ -1,11 +1,12 @@
 """What happened at each switch."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from marvin.policies.push_up import Level
 
-__all__ = ["Switch"]
+__all__ = ["Switch", "merged"]
 
 
 @dataclass(frozen=True)
@@ -69,3 +70,24 @@ class Switch:
     input_gradient: float = math.nan
     note: str = ""
     has_float_inputs: bool = False
+
+
+def merged(rows: Iterable[Switch]) -> list[Switch]:
+    """Return one row a layer of those of one step: the formats of its last, and what led to its first."""
+    found: dict[str, Switch] = {}
+    for row in rows:
+        first = found.get(row.layer, row)
+        found[row.layer] = (
+            row
+            if first is row
+            else replace(
+                first,
+                wl=row.wl,
+                fl=row.fl,
+                input_wl=row.input_wl,
+                input_fl=row.input_fl,
+                input_signed=row.input_signed,
+                note="; ".join(filter(None, (first.note, row.note))),
+            )
+        )
+    return list(found.values())

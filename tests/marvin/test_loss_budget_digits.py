@@ -72,7 +72,7 @@ def test_the_accuracy_is_that_of_float32_at_less_than_7_bits(digits, in_float):
     assert [fmt.signed for fmt in inputs.values()] == [True, False, False]
     lengths = {row.wl for row in optimizer.trace if row.step > 100}
     assert len(lengths) > 1  # layers differ, or change
-    assert all(not row.note for row in optimizer.trace)
+    assert {row.note for row in optimizer.trace} <= {"", "weight: it grew beyond its format"}
 
 
 @pytest.mark.parametrize(("bits", "is_enough"), [(6, True), (2, False)])
