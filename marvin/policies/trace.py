@@ -8,6 +8,8 @@ from marvin.policies.push_up import Level
 
 __all__ = ["Switch", "merged"]
 
+_CHOSEN = "wl", "fl", "input_wl", "input_fl", "input_signed"
+
 
 @dataclass(frozen=True)
 class Switch:
@@ -76,18 +78,10 @@ def merged(rows: Iterable[Switch]) -> list[Switch]:
     """Return one row a layer of those of one step: the formats of its last, and what led to its first."""
     found: dict[str, Switch] = {}
     for row in rows:
-        first = found.get(row.layer, row)
-        found[row.layer] = (
-            row
-            if first is row
-            else replace(
-                first,
-                wl=row.wl,
-                fl=row.fl,
-                input_wl=row.input_wl,
-                input_fl=row.input_fl,
-                input_signed=row.input_signed,
-                note="; ".join(filter(None, (first.note, row.note))),
-            )
-        )
+        if (first := found.get(row.layer)) is not None:
+            formats = {name: getattr(row, name) for name in _CHOSEN}
+            notes = "; ".join(filter(None, (first.note, row.note)))
+            found[row.layer] = replace(first, **formats, note=notes)
+        else:
+            found[row.layer] = row
     return list(found.values())

@@ -430,6 +430,9 @@ def test_a_weight_that_begins_at_0_is_not_clamped(policy, compact_state):
         last = [row for row in optimizer.trace if row.layer == "b.weight"][-1]
         assert (last.wl, last.fl) == (16, fmt.fl)
     assert any("grew" in row.note for row in optimizer.trace)
+    assert len({(row.step, row.layer) for row in optimizer.trace}) == len(optimizer.trace)
+    grown = [row for row in optimizer.trace if "grew" in row.note]
+    assert any(row.saturated == row.saturated for row in grown)  # what led to a switch is kept
 
 
 @pytest.mark.parametrize("policy", GROWING)
