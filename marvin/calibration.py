@@ -24,7 +24,7 @@ from marvin.freezing import thaw
 from marvin.hooks import rounders_of, see_what_is_rounded
 from marvin.layers import computed_weights, is_layer
 from marvin.model_formats import ModuleFormats
-from marvin.nested import mapped, mapped_value
+from marvin.nested import mapped, mapped_output
 from marvin.rounder import FLOATS
 from marvin.rounding import Format, round_one
 from marvin.settings import (
@@ -512,7 +512,7 @@ class _Ranges:
         mapped(self.takes.keep, args, kwargs, self.arguments)
 
     def see_output(self, _: nn.Module, _args: object, output: object) -> None:
-        mapped_value(lambda x: self.gives.keep(x) if x.ndim else x, output)  # a loss is none
+        mapped_output(self.gives.keep, output)
 
 
 @torch.no_grad()

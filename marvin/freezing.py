@@ -26,7 +26,7 @@ from marvin.conversion import prepare
 from marvin.hooks import Unscripted, give_place, rounders_of, take_place
 from marvin.layers import computed_weights
 from marvin.model_formats import ModuleFormats, decode_formats
-from marvin.nested import mapped, mapped_value
+from marvin.nested import mapped, mapped_output
 from marvin.rounder import BUFFER, FLOATS, as_it_is, formats_of
 from marvin.rounding import Format
 from marvin.settings import check_model, check_values, is_traced
@@ -173,9 +173,7 @@ class _Inputs(FrozenRounding):
 class _Outputs(FrozenRounding):
     def __call__(self, _: nn.Module, _args: Any, output: Any) -> Any:
         fmt = self.formats.outputs
-        if fmt is None:
-            return output
-        return mapped_value(lambda x: _round(x, fmt) if x.ndim else x, output)  # a loss is none
+        return output if fmt is None else mapped_output(lambda x: _round(x, fmt), output)
 
 
 class _Loading:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["mapped", "mapped_value"]
+__all__ = ["mapped", "mapped_output", "mapped_value"]
 
 
 def mapped(
@@ -43,3 +43,8 @@ def mapped_value(function: Callable[[Tensor], Tensor], value: Any, name: str = "
             copied[key] = mapped_value(function, item, str(key))
         return copied
     return value
+
+
+def mapped_output(function: Callable[[Tensor], Tensor], output: Any) -> Any:
+    """Return what a module gave with its tensors replaced, but for numbers by themselves: a loss is no activation."""
+    return mapped_value(lambda x: function(x) if x.ndim else x, output)

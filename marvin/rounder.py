@@ -14,7 +14,7 @@ from fixedpoint_kernels._torch_private import is_recomputed, is_transformed, ver
 from fixedpoint_kernels.rounding import Rounding
 from marvin.layers import is_layer
 from marvin.model_formats import ModuleFormats, decode_formats, encode_formats
-from marvin.nested import mapped, mapped_value
+from marvin.nested import mapped, mapped_output
 from marvin.noise import NEXT, Purpose, stream
 from marvin.policies.observer import Observer
 from marvin.ranks import rank
@@ -254,9 +254,8 @@ class Rounder:
         if formats.outputs is None:
             return output
         check_untraced()
-        return mapped_value(
-            lambda x: self._round(module, x, formats, formats.outputs, True) if x.ndim else x,
-            output,
+        return mapped_output(
+            lambda x: self._round(module, x, formats, formats.outputs, True), output
         )
 
     def _round(
