@@ -359,14 +359,14 @@ def _traced(
         except Exception as error:  # whatever the model's own code raises on a tracer's proxies
             first_line = str(error).partition("\n")[0]
             hint = ""
-            if isinstance(error, TraceError):
-                hint = (
+            if "ProxyOfValue" in first_line:
+                first_line = first_line.replace("ProxyOfValue", "a value or a size")
+                hint = "; where a size is meant, write the number, such as range(2, 4)"
+            if hint or isinstance(error, TraceError):
+                hint += (
                     "; in forward, no if and no loop may depend on values of tensors, or on how many "
                     "samples come"
                 )
-            elif "ProxyOfValue" in first_line:
-                first_line = first_line.replace("ProxyOfValue", "a value or a size")
-                hint = "; where a size is meant, write the number, such as range(2, 4)"
             raise ExportError(
                 f"the model must be traceable by torch.fx: {first_line}{hint}"
             ) from error
