@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels._torch_private import version_of
+from fixedpoint_kernels._torch_private.tensors import version_of
 
 __all__ = ["all_or_nothing", "tables_of"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from fixedpoint_kernels._torch_private import storage_key
+from fixedpoint_kernels._torch_private.tensors import storage_key
 
 __all__ = [
     "KEPT",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
-from fixedpoint_kernels._torch_private import own_hooks
+from fixedpoint_kernels._torch_private.modules import own_hooks
 from marvin.hooks import rounders_of
 from marvin.settings import check_model, check_uncompiled
 

@@ -7,7 +7,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from fixedpoint_kernels._torch_private import left_uncompiled
+from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from marvin.compact import master_of
 from marvin.masters import WithMasters, owner_of
 from marvin.rounding import round_one

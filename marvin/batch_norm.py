@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fixedpoint_kernels._torch_private import BatchNormBase, left_uncompiled
+from fixedpoint_kernels._torch_private.compiling import left_uncompiled
+from fixedpoint_kernels._torch_private.modules import BatchNormBase
 from marvin.display import listed
 from marvin.ranks import sum_over_ranks
 from marvin.settings import check_batches, check_model

@@ -15,7 +15,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from fixedpoint_kernels import FixedPoint
-from fixedpoint_kernels._torch_private import left_uncompiled, storage_key, tree_leaves
+from fixedpoint_kernels._torch_private.compiling import left_uncompiled
+from fixedpoint_kernels._torch_private.tensors import storage_key, tree_leaves
 from marvin.attention import spell_attention
 from marvin.channels import ChannelFormat
 from marvin.conversion import argument_names, prepare

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from fixedpoint_kernels import FixedPoint
-from fixedpoint_kernels._torch_private import AdaptiveAvgPoolBase, AvgPoolBase, NormBase
+from fixedpoint_kernels._torch_private.modules import AdaptiveAvgPoolBase, AvgPoolBase, NormBase
 from fixedpoint_kernels.undo import all_or_nothing
 from marvin.activations import FROZEN, Entry, QuantizedActivations
 from marvin.display import listed

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from fixedpoint_kernels._torch_private import foreach_add
+from fixedpoint_kernels._torch_private.tensors import foreach_add
 from fixedpoint_kernels.compact import (
     Codes,
     Kind,

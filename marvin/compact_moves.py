@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fixedpoint_kernels._torch_private import has_step_hooks
+from fixedpoint_kernels._torch_private.optimizers import has_step_hooks
 from fixedpoint_kernels.compact import Adam, Codes, Sgd
 from marvin.compact import moment_of
 from marvin.gradients import Gradients

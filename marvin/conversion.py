@@ -7,7 +7,7 @@ from typing import get_args
 
 from torch import nn
 
-from fixedpoint_kernels._torch_private import left_uncompiled
+from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels.rounding import Rounding
 from fixedpoint_kernels.undo import all_or_nothing
 from marvin.activations import Entry, QuantizedActivations

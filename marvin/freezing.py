@@ -9,13 +9,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import StateDict
 
 from fixedpoint_kernels import BlockFloat, FixedPoint, quantize
-from fixedpoint_kernels._torch_private import (
-    hook_wrapper,
-    hooks_of,
-    is_watched,
-    left_uncompiled,
-    remove_hooks,
-)
+from fixedpoint_kernels._torch_private.compiling import left_uncompiled
+from fixedpoint_kernels._torch_private.modes import is_watched
+from fixedpoint_kernels._torch_private.modules import hook_wrapper, hooks_of, remove_hooks
 from fixedpoint_kernels.block import block_fl
 from fixedpoint_kernels.forward_save.conversion import revert
 from fixedpoint_kernels.forward_save.swap import is_converted

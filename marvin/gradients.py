@@ -8,7 +8,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels._torch_private import foreach_div
+from fixedpoint_kernels._torch_private.tensors import foreach_div
 from fixedpoint_kernels.compact import Sum
 from fixedpoint_kernels.memory import Places, places_on_cpu
 from fixedpoint_kernels.norms import norms_many

@@ -8,7 +8,7 @@ from torch import fx, nn
 from torch.optim.optimizer import StateDict
 from torch.utils.hooks import RemovableHandle
 
-from fixedpoint_kernels._torch_private import (
+from fixedpoint_kernels._torch_private.modules import (
     exchange_hooks,
     hooks_of,
     keep_when_copied,

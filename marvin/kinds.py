@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fixedpoint_kernels._torch_private import own_forward_hooks, table_of
+from fixedpoint_kernels._torch_private.modules import own_forward_hooks, table_of
 
 __all__ = ["OPERATORS", "OWN", "PASS_ON", "Kinds", "are_tensors", "called", "changes_in_place", "has_hooks_of_others", "kind_of_attribute", "kind_of_node"]  # fmt: skip
 

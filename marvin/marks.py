@@ -6,7 +6,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels._torch_private import versions_of
+from fixedpoint_kernels._torch_private.tensors import versions_of
 
 __all__ = ["Mark", "marks_of"]
 

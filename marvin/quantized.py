@@ -13,11 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from fixedpoint_kernels._torch_private import (
-    AskedByScaler,
-    left_uncompiled,
-    without_global_step_hooks,
-)
+from fixedpoint_kernels._torch_private.compiling import left_uncompiled
+from fixedpoint_kernels._torch_private.optimizers import AskedByScaler, without_global_step_hooks
 from fixedpoint_kernels.compact import Sum
 from fixedpoint_kernels.philox import Key
 from marvin import state as states

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fixedpoint_kernels._torch_private import is_joining
+from fixedpoint_kernels._torch_private.modules import is_joining
 
 __all__ = [
     "check_not_joining",

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import StateDict
 
 from fixedpoint_kernels import BlockFloat, FixedPoint
-from fixedpoint_kernels._torch_private import is_recomputed, is_transformed, version_of
+from fixedpoint_kernels._torch_private.modes import is_recomputed, is_transformed
+from fixedpoint_kernels._torch_private.tensors import version_of
 from fixedpoint_kernels.rounding import Rounding
 from marvin.layers import is_layer
 from marvin.model_formats import ModuleFormats, decode_formats, encode_formats

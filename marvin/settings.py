@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 from torch.utils import data
 
-from fixedpoint_kernels._torch_private import step_hooks_of, uncompiled
+from fixedpoint_kernels._torch_private.compiling import uncompiled
+from fixedpoint_kernels._torch_private.optimizers import step_hooks_of
 
 __all__ = [
     "MARVIN",

@@ -6,12 +6,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fixedpoint_kernels._torch_private import (
-    foreach_add,
-    foreach_add_,
-    foreach_mul_,
-    has_step_hooks,
-)
+from fixedpoint_kernels._torch_private.optimizers import has_step_hooks
+from fixedpoint_kernels._torch_private.tensors import foreach_add, foreach_add_, foreach_mul_
 from fixedpoint_kernels.memory import joined
 from fixedpoint_kernels.sgd import Moves, Rates
 from marvin.gradients import Gradients

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fixedpoint_kernels import FixedPoint, decode, encode
-from fixedpoint_kernels._torch_private import SavingHooks, hooks_of, left_uncompiled, saving_hooks
+from fixedpoint_kernels._torch_private.compiling import left_uncompiled
+from fixedpoint_kernels._torch_private.modes import SavingHooks, saving_hooks
+from fixedpoint_kernels._torch_private.modules import hooks_of
 from fixedpoint_kernels.undo import all_or_nothing
 from fixedpoint_kernels.watch import OtherForward
 from marvin.layers import is_layer

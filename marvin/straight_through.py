@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from fixedpoint_kernels import FixedPoint, Minifloat, quantize_with_mask
-from fixedpoint_kernels._torch_private import is_checkpointed, left_uncompiled
+from fixedpoint_kernels._torch_private.compiling import left_uncompiled
+from fixedpoint_kernels._torch_private.modes import is_checkpointed
 from fixedpoint_kernels.once import once_differentiable
 from fixedpoint_kernels.rounding import Rounding, keep_inside
 from marvin.rounding import Format, round_one

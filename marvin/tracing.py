@@ -10,7 +10,7 @@ from weakref import ref
 from torch import fx, nn
 from torch.fx.proxy import TraceError
 
-from fixedpoint_kernels._torch_private import ASSERT
+from fixedpoint_kernels._torch_private.compiling import ASSERT
 from marvin.kinds import (
     OWN,
     PASS_ON,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from fixedpoint_kernels import BlockFloat, FixedPoint
-from fixedpoint_kernels._torch_private import left_uncompiled
+from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from marvin.channels import ChannelFormat, scale_of
 from marvin.compact import master_of, put_master
 from marvin.display import listed

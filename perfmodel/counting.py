@@ -9,12 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fixedpoint_kernels._torch_private import (
-    BatchNormBase,
-    TorchDispatchMode,
-    storage_key,
-    tree_leaves,
-)
+from fixedpoint_kernels._torch_private.modes import TorchDispatchMode
+from fixedpoint_kernels._torch_private.modules import BatchNormBase
+from fixedpoint_kernels._torch_private.tensors import storage_key, tree_leaves
 from fixedpoint_kernels.forward_save.swap import is_converted, is_restorable, restore_
 from fixedpoint_kernels.watch import Running
 from perfmodel.madds import Layer

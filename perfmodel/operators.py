@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tag, Tensor
 
-from fixedpoint_kernels._torch_private import OpOverload
+from fixedpoint_kernels._torch_private.tensors import OpOverload
 from perfmodel import madds
 
 __all__ = ["Product", "is_free", "product"]

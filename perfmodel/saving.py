@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from fixedpoint_kernels._torch_private import fake_tensor_mode
+from fixedpoint_kernels._torch_private.modes import fake_tensor_mode
 from fixedpoint_kernels.watch import Running, Storage, Watch
 from perfmodel.skeleton import explain, skeleton
 

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fixedpoint_kernels._torch_private import HOOKS, fill_copy, uncompiled
+from fixedpoint_kernels._torch_private.compiling import uncompiled
+from fixedpoint_kernels._torch_private.modules import HOOKS, fill_copy
 from fixedpoint_kernels.watch import OtherForward, Running, is_torchs, stock_class
 
 __all__ = ["explain", "skeleton"]

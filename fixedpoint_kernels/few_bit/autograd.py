@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from fixedpoint_kernels._torch_private import derivatives_of
+from fixedpoint_kernels._torch_private.modes import derivatives_of
 from fixedpoint_kernels.few_bit.fused import Fused
 from fixedpoint_kernels.few_bit.integrals import Function
 from fixedpoint_kernels.few_bit.operators import (

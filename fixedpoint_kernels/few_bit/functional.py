@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels._torch_private import compiled_as_constant
+from fixedpoint_kernels._torch_private.compiling import compiled_as_constant
 from fixedpoint_kernels.few_bit.activations import ENTRIES, Entry, Parameters
 from fixedpoint_kernels.few_bit.autograd import apply
 from fixedpoint_kernels.few_bit.fused import Fused, fused_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels._torch_private import is_watched
+from fixedpoint_kernels._torch_private.modes import is_watched
 from fixedpoint_kernels.few_bit.fused import NONE, ONE_PASS, Fused, Passes
 from fixedpoint_kernels.few_bit.table import Table
 from fixedpoint_kernels.memory import in_memory

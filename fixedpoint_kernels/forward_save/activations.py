@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import activation as torchs
 
-from fixedpoint_kernels._torch_private import compiled_as_constant, settings_of
+from fixedpoint_kernels._torch_private.compiling import compiled_as_constant
+from fixedpoint_kernels._torch_private.modules import settings_of
 from fixedpoint_kernels.few_bit.activations import ENTRIES
 from fixedpoint_kernels.few_bit.autograd import apply
 from fixedpoint_kernels.few_bit.functional import table_key

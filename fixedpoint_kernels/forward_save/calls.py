@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fixedpoint_kernels._torch_private import is_checkpointed
+from fixedpoint_kernels._torch_private.modes import is_checkpointed
 from fixedpoint_kernels.forward_save.handlers import HANDLERS, Keeper
 from fixedpoint_kernels.forward_save.noise import new_noise
 from fixedpoint_kernels.forward_save.scope import here, paused

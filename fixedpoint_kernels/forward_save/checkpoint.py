@@ -9,13 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fixedpoint_kernels._torch_private import (
-    is_checkpointed,
-    is_recomputed,
-    tree_flatten,
-    tree_unflatten,
-    version_of,
-)
+from fixedpoint_kernels._torch_private.modes import is_checkpointed, is_recomputed
+from fixedpoint_kernels._torch_private.tensors import tree_flatten, tree_unflatten, version_of
 
 __all__ = ["Buffers", "Checkpointed", "blocks", "copied_buffers"]
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fixedpoint_kernels._torch_private import FORWARDS
+from fixedpoint_kernels._torch_private.modules import FORWARDS
 from fixedpoint_kernels.forward_save import activations, calls, exact, layers, norms
 from fixedpoint_kernels.forward_save.known import Known, known
 from fixedpoint_kernels.forward_save.settings import Division, FewBit, bit_count

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fixedpoint_kernels._torch_private import (
+from fixedpoint_kernels._torch_private.compiling import (
     COMPILED_CALL,
     compiled_graph,
     function_of_call,

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from fixedpoint_kernels._torch_private import adaptive_avg_pool_backward, compiled_as_constant
+from fixedpoint_kernels._torch_private.compiling import compiled_as_constant
+from fixedpoint_kernels._torch_private.tensors import adaptive_avg_pool_backward
 from fixedpoint_kernels.few_bit import operators
 from fixedpoint_kernels.few_bit.functional import table_key
 from fixedpoint_kernels.forward_save import maps

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels._torch_private import attention_of_functions
+from fixedpoint_kernels._torch_private.tensors import attention_of_functions
 from fixedpoint_kernels.few_bit import functional as few_bit_functional
 from fixedpoint_kernels.few_bit.activations import ENTRIES
 from fixedpoint_kernels.forward_save import exact, layers, maps, norms, recompute

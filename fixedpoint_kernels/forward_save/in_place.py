@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels._torch_private import base_of
+from fixedpoint_kernels._torch_private.tensors import base_of
 from fixedpoint_kernels.few_bit.operators import is_plain
 
 __all__ = ["overwrite"]

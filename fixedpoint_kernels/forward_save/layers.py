@@ -8,12 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fixedpoint_kernels._torch_private import (
-    ConvolutionHook,
-    base_of,
-    in_place_of,
-    padding_around,
-)
+from fixedpoint_kernels._torch_private.modules import ConvolutionHook, in_place_of, padding_around
+from fixedpoint_kernels._torch_private.tensors import base_of
 from fixedpoint_kernels.forward_save import maps, recompute, scope
 from fixedpoint_kernels.forward_save.checkpoint import Buffers
 from fixedpoint_kernels.forward_save.settings import Division

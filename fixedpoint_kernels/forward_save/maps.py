@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fixedpoint_kernels._torch_private import WeakTensor, base_of, compiled_as_constant, version_of
+from fixedpoint_kernels._torch_private.compiling import compiled_as_constant
+from fixedpoint_kernels._torch_private.tensors import WeakTensor, base_of, version_of
 from fixedpoint_kernels.division import operators
 from fixedpoint_kernels.division.layout import Layout
 from fixedpoint_kernels.forward_save.settings import Division

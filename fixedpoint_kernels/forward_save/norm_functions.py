@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fixedpoint_kernels._torch_private import batch_norm as native_batch_norm
+from fixedpoint_kernels._torch_private.tensors import batch_norm as native_batch_norm
 from fixedpoint_kernels.forward_save import maps
 from fixedpoint_kernels.once import once_differentiable
 

@@ -16,15 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fixedpoint_kernels._torch_private import (
-    WeakStorage,
-    base_of,
-    is_checkpointed,
-    is_transformed,
-    saving_hooks,
-    storage_key,
-    version_of,
-)
+from fixedpoint_kernels._torch_private.modes import is_checkpointed, is_transformed, saving_hooks
+from fixedpoint_kernels._torch_private.tensors import WeakStorage, base_of, storage_key, version_of
 
 __all__ = ["Handle", "Host", "Offloaded", "clear", "goes", "host_of", "is_small"]
 

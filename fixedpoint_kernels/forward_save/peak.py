@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from fixedpoint_kernels._torch_private import TorchDispatchMode, storage_key
+from fixedpoint_kernels._torch_private.modes import TorchDispatchMode
+from fixedpoint_kernels._torch_private.tensors import storage_key
 from fixedpoint_kernels.forward_save.sample import tensors_in
 
 __all__ = ["LiveBytes", "peak_of"]

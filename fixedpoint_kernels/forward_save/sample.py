@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fixedpoint_kernels._torch_private import (
-    HOOKS,
+from fixedpoint_kernels._torch_private.modules import HOOKS
+from fixedpoint_kernels._torch_private.tensors import (
     storage_key,
     tree_flatten,
     tree_leaves,

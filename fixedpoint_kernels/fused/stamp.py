@@ -5,7 +5,7 @@ from operator import is_
 
 from torch import Tensor
 
-from fixedpoint_kernels._torch_private import versions_of
+from fixedpoint_kernels._torch_private.tensors import versions_of
 
 __all__ = ["Stamp"]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels._torch_private import foreach_norm
+from fixedpoint_kernels._torch_private.tensors import foreach_norm
 from fixedpoint_kernels.memory import Places, places_on_cpu
 from fixedpoint_kernels.strides import is_dense
 

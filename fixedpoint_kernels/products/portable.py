@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fixedpoint_kernels._torch_private import int_mm
+from fixedpoint_kernels._torch_private.tensors import int_mm
 from fixedpoint_kernels.products import reference
 from fixedpoint_kernels.products.shapes import Window
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from fixedpoint_kernels._torch_private import left_uncompiled
+from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels.formats import BlockFloat, FixedPoint, Minifloat
 from fixedpoint_kernels.memory import (
     Places,

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.grad import conv1d_input, conv1d_weight, conv2d_input, conv2d_weight
 
 from fixedpoint_kernels import FixedPoint, decode, encode, products
-from fixedpoint_kernels._torch_private import left_uncompiled
+from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels.once import once_differentiable
 from fixedpoint_kernels.products.reference import powers_of_two
 from fixedpoint_kernels.products.shapes import NOT_FINITE

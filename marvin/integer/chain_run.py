@@ -9,12 +9,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from fixedpoint_kernels import products
-from fixedpoint_kernels._torch_private import (
-    foreach_add_,
-    has_backward_hooks,
-    left_uncompiled,
-    own_forward_hooks,
-)
+from fixedpoint_kernels._torch_private.compiling import left_uncompiled
+from fixedpoint_kernels._torch_private.modules import has_backward_hooks, own_forward_hooks
+from fixedpoint_kernels._torch_private.tensors import foreach_add_
 from fixedpoint_kernels.fused import Layer, Norm, Parameters, Segment, Wanted
 from fixedpoint_kernels.products.shapes import Window
 from fixedpoint_kernels.threads import is_parallel, thread_count

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fixedpoint_kernels._torch_private import table_of
+from fixedpoint_kernels._torch_private.modules import table_of
 from marvin.integer.layers import is_linear
 from marvin.integer.nodes import asks_dtype, casts, is_known
 from marvin.kinds import called, has_hooks_of_others

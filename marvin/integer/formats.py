@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from fixedpoint_kernels import FixedPoint, products
-from fixedpoint_kernels._torch_private import (
+from fixedpoint_kernels._torch_private.modes import is_fake
+from fixedpoint_kernels._torch_private.modules import (
     has_backward_hooks,
     hooks_of,
-    is_fake,
     own_forward_hooks,
     own_parameters,
 )

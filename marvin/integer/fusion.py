@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from fixedpoint_kernels import products
-from fixedpoint_kernels._torch_private import (
-    compiled_as_constant,
-    global_forward_hooks,
-    is_watched,
-)
+from fixedpoint_kernels._torch_private.compiling import compiled_as_constant
+from fixedpoint_kernels._torch_private.modes import is_watched
+from fixedpoint_kernels._torch_private.modules import global_forward_hooks
 from fixedpoint_kernels.watch import KEPT, OtherForward, has_own_forward, unbound
 from marvin.hooks import restore_forwards, rounders_of
 from marvin.integer.chain_graph import Chain

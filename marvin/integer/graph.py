@@ -14,7 +14,9 @@ from torch import fx, nn
 from torch.fx.immutable_collections import immutable_list
 from torch.fx.proxy import TraceError
 
-from fixedpoint_kernels._torch_private import saving_hooks, table_of, versions_of
+from fixedpoint_kernels._torch_private.modes import saving_hooks
+from fixedpoint_kernels._torch_private.modules import table_of
+from fixedpoint_kernels._torch_private.tensors import versions_of
 from fixedpoint_kernels.watch import has_own_forward
 from marvin.integer import chain_graph, token_graph
 from marvin.integer.chain_graph import Chain

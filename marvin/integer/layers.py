@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fixedpoint_kernels._torch_private import is_transformed, is_watched, own_parameters
+from fixedpoint_kernels._torch_private.modes import is_transformed, is_watched
+from fixedpoint_kernels._torch_private.modules import own_parameters
 from fixedpoint_kernels.watch import stock_class
 from marvin.integer import autograd, lone_run
 from marvin.integer.formats import (

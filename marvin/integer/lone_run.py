@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fixedpoint_kernels import tokens
-from fixedpoint_kernels._torch_private import is_called_plainly, is_watched, own_parameters
+from fixedpoint_kernels._torch_private.modes import is_watched
+from fixedpoint_kernels._torch_private.modules import is_called_plainly, own_parameters
 from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.memory import is_float32
 from fixedpoint_kernels.products.shapes import sums_fit

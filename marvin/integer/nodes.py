@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fixedpoint_kernels._torch_private import ASSERT
+from fixedpoint_kernels._torch_private.compiling import ASSERT
 from fixedpoint_kernels.forward_save.known import Known, known
 from fixedpoint_kernels.functions import CURVES, Curve
 from marvin.integer.layers import IntegerLinear

@@ -8,12 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fixedpoint_kernels._torch_private import (
-    children_of,
-    own_buffers,
-    table_of,
-    tensor_of,
-)
+from fixedpoint_kernels._torch_private.modules import children_of, own_buffers, table_of, tensor_of
 from fixedpoint_kernels.watch import OtherForward, has_own_forward
 from marvin.integer.formats import OPTIONS, PREPACKED
 from marvin.integer.graph import Traced

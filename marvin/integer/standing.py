@@ -6,14 +6,14 @@ from operator import is_
 
 from torch import nn
 
-from fixedpoint_kernels._torch_private import (
+from fixedpoint_kernels._torch_private.modules import (
     buffers_of,
     global_backward_hooks,
     global_forward_hooks,
     hooks_of,
     mode_and_hooks,
-    versions_of,
 )
+from fixedpoint_kernels._torch_private.tensors import versions_of
 from marvin.freezing import FrozenRounding
 from marvin.rounder import BUFFER, is_shared
 

@@ -12,10 +12,10 @@ from torch.fx.proxy import TraceError
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from fixedpoint_kernels._torch_private import (
+from fixedpoint_kernels._torch_private.modes import TorchDispatchMode
+from fixedpoint_kernels._torch_private.tensors import (
     READ_ONE,
     OpOverload,
-    TorchDispatchMode,
     WeakStorage,
     storage_key,
     tree_leaves,

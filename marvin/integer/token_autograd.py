@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels import tokens
-from fixedpoint_kernels._torch_private import left_uncompiled
+from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.memory import is_float32
 from fixedpoint_kernels.threads import is_parallel, thread_count

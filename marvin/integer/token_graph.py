@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from fixedpoint_kernels._torch_private import tensor_of
+from fixedpoint_kernels._torch_private.modules import tensor_of
 from fixedpoint_kernels.forward_save.known import known
 from fixedpoint_kernels.products.shapes import sums_fit
 from fixedpoint_kernels.tokens import Curve, Odds

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fixedpoint_kernels import tokens
-from fixedpoint_kernels._torch_private import own_parameters, tensor_of
+from fixedpoint_kernels._torch_private.modules import own_parameters, tensor_of
 from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.memory import are_float32
 from fixedpoint_kernels.tokens import Segment

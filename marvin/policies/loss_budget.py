@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
 from fixedpoint_kernels import FixedPoint
-from fixedpoint_kernels._torch_private import calling_scaler
+from fixedpoint_kernels._torch_private.optimizers import calling_scaler
 from marvin.policies.range_policy import (
     LayerBudget,
     Observation,

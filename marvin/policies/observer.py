@@ -9,13 +9,9 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint
-from fixedpoint_kernels._torch_private import (
-    foreach_abs,
-    foreach_clamp_min_,
-    foreach_sub,
-    left_uncompiled,
-    unseen_in_checkpoints,
-)
+from fixedpoint_kernels._torch_private.compiling import left_uncompiled
+from fixedpoint_kernels._torch_private.modes import unseen_in_checkpoints
+from fixedpoint_kernels._torch_private.tensors import foreach_abs, foreach_clamp_min_, foreach_sub
 from fixedpoint_kernels.norms import norms_many
 from fixedpoint_kernels.observer import MAGNITUDES, mask_and_observe, round_and_observe
 from marvin.policies.ranges import Range, integer_bits_of

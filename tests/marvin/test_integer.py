@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import marvin
 from fixedpoint_kernels import FixedPoint, forward_save, products
-from fixedpoint_kernels._torch_private import fake_tensor_mode
+from fixedpoint_kernels._torch_private.modes import fake_tensor_mode
 from marvin.integer import IntegerConv2d, conversion, convert, report, revert
 from marvin.integer.autograd import Layer, Noise, multiply
 from marvin.integer.formats import Options, Product, has_nan, size_of

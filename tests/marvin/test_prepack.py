@@ -15,7 +15,7 @@ from torch import nn
 import marvin
 from benchmarks.ops.int8_inference import frozen_model
 from fixedpoint_kernels import FixedPoint, products, tokens
-from fixedpoint_kernels._torch_private import hooks_of
+from fixedpoint_kernels._torch_private.modules import hooks_of
 from fixedpoint_kernels.fused import Layer, Segment, Value, inference
 from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.products import paths

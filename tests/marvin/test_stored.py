@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import marvin
-from fixedpoint_kernels._torch_private import saving_hooks
+from fixedpoint_kernels._torch_private.modes import saving_hooks
 from marvin import MSGD, FixedPolicy, MuppetPolicy, Quantized, store_codes
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fixedpoint_kernels._torch_private import global_forward_hooks, own_forward_hooks
+from fixedpoint_kernels._torch_private.modules import global_forward_hooks, own_forward_hooks
 from marvin.export.errors import ExportError
 
 __all__ = ["check_finite", "check_own", "kind_of"]
