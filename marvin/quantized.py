@@ -1,17 +1,15 @@
-"""The one optimizer on float32 masters: the order of events in a step, and what a state holds."""
+"""The one optimizer on float32 masters: the order of events in a step."""
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from operator import is_
+from dataclasses import replace
 from typing import Literal
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import StateDict
 
 from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels._torch_private.optimizers import AskedByScaler, without_global_step_hooks
@@ -20,56 +18,32 @@ from fixedpoint_kernels.philox import Key
 from marvin import state as states
 from marvin.activations import QuantizedActivations
 from marvin.carriers import Carriers
-from marvin.compact import (
-    CompactMember,
-    conform,
-    in_float,
-    is_compact,
-    master_of,
-    put_master,
-    put_tensors,
-    size_bytes,
-    tensors_of,
-    wants_compact,
-)
+from marvin.compact import CompactMember, in_float, is_compact, put_tensors, tensors_of
 from marvin.compact_moves import moves_of_compact
 from marvin.display import listed
 from marvin.gradients import Gradients, by_layer, complete, gather, nonfinite, read
-from marvin.layers import count_known, held_by, is_layer, layout_of
 from marvin.masters import Counts
 from marvin.noise import Purpose, stream
 from marvin.plans import Plans
-from marvin.policies.base import (
-    Policy,
-    check_activation_formats,
-    check_policy,
-    check_record,
-    check_shared,
-    completed,
-)
+from marvin.policies.base import Policy, check_policy, check_shared, completed
 from marvin.policies.observer import Inputs, Sums, inputs_of
 from marvin.policies.records import Layer, Step, Update
 from marvin.policies.trace import Switch, merged
 from marvin.ranks import check_not_joining, is_distributed, mean_over_ranks, parallel_models
 from marvin.rounder import ForwardState, Samples
+from marvin.saved import SavesState
 from marvin.settings import (
-    OPTIONS,
-    Group,
     check_dtypes,
-    check_groups,
     check_loss,
     check_mode,
-    check_settings,
     check_step,
     check_wrapped,
     closure_needed,
     guard_step,
-    misspelt,
 )
 from marvin.sgd import keep_momenta, moves_of
-from marvin.shards import Shard, is_sharded, laid_as, local, locals_of
+from marvin.shards import Shard, laid_as, local
 from marvin.warned import warn_user
-from marvin.watched import WatchesWeights
 from marvin.wrappers import for_wrappers, unwrapped
 
 __all__ = ["Quantized"]
@@ -81,7 +55,7 @@ _LOOK = 100  # steps between two looks at what is clamped
 
 
 @for_wrappers
-class Quantized(WatchesWeights, AskedByScaler):
+class Quantized(SavesState, AskedByScaler):
     """Let any optimizer train a model whose weights are quantised as a policy decides.
 
     The wrapped optimizer is built from the model's parameters as always. From then on its step
@@ -145,7 +119,6 @@ class Quantized(WatchesWeights, AskedByScaler):
     """
 
     _parallel: "list[ref[nn.Module]] | None" = None  # models of several processes, once looked for
-    _misspelt: frozenset[str] = frozenset()  # what ``_name_misspelt`` has warned of
     _set_aside: tuple[dict[int, Sums], Samples] | None = None  # see ``_before_scaled_step``
 
     @left_uncompiled
@@ -216,12 +189,6 @@ class Quantized(WatchesWeights, AskedByScaler):
             )
         super().__setattr__(name, value)
 
-    def _rounds_activations(self) -> bool:
-        return any(handle.is_attached for handle in self._carriers.handles)
-
-    def _gone(self) -> Collection[Tensor]:
-        return self._carriers.gone
-
     @contextmanager
     def carrying(self, model: nn.Module) -> Iterator[None]:
         """Let this block make a model carry formats; put all back if it raises."""
@@ -233,56 +200,6 @@ class Quantized(WatchesWeights, AskedByScaler):
         self._carriers.add(handle)
         self._carriers.publish(self)
         self._observe_next()
-
-    @left_uncompiled
-    def add_param_group(self, param_group: Group) -> None:
-        """Add parameters to both optimizers, and quantise them.
-
-        A call that is refused or interrupted changes nothing.
-
-        Raises:
-            RuntimeError: The wrapped optimizer got other groups of its own.
-            TypeError: A parameter is not float32, bfloat16 or float16, or the policy gives no record.
-            ValueError: A setting is out of range, or is read from the first group and differs from it.
-        """
-        self._check_groups(param_group)
-        own, wrapped = self.param_groups, self.optimizer.param_groups
-        counts = len(own), len(wrapped)
-        things = [self, self.optimizer, self.forward_state]
-        owners: dict[int, Optimizer] = {}
-        kept: list[tuple[Tensor, Tensor]] = []
-        try:
-            with self._carriers.all_or_nothing(things):
-                if len(wrapped) == len(own):
-                    self.optimizer.add_param_group(param_group)
-                self._check_common(param_group)
-                super().add_param_group(param_group)
-                self._check(own[-1])
-                self._name_misspelt(param_group)
-                self._layout = layout_of(own)
-                if self._is_made:
-                    new = own[-1]["params"]
-                    waiting = [p for p in self._masters if not is_layer(p)]  # some for a layer
-                    kept = [(x, x.detach().clone()) for x in locals_of([*new, *waiting])]
-                    owners = self._owners()
-                    self._follow(new)
-                    self._claim()
-                    self._carriers.widen(self)
-                    self._begin(new)
-        except BaseException:
-            del own[counts[0] :], wrapped[counts[1] :]
-            self._give_back(owners)
-            with torch.no_grad():
-                for x, value in kept:
-                    x.copy_(value)
-            raise
-
-    def _follow(self, params: Sequence[Tensor]) -> None:
-        """Note what the optimizers leave behind that had these parameters until now."""
-        for before in self._owners_before():
-            if isinstance(before, Quantized):
-                self._carriers.before += tuple(before._carriers.handles)
-                self._take(before, params)
 
     @left_uncompiled
     @torch.no_grad()
@@ -487,247 +404,12 @@ class Quantized(WatchesWeights, AskedByScaler):
             for group, lr in zip(self.param_groups, lrs, strict=True):
                 group["lr"] = lr * (self.lr_scale / before)
 
-    @left_uncompiled
-    def state_dict(self) -> StateDict:
-        """Return everything that decides the future, and the trace, as plain values.
-
-        ``"optimizer"`` is the wrapped one's state.
-
-        Raises:
-            RuntimeError: The wrapped optimizer got parameter groups of its own, or ``state`` lost masters.
-            TypeError: A setting of groups that were put in place of others must be a number, and is none.
-            ValueError: A parameter has got another shape, or groups have other parameters.
-        """
-        self._check_groups()
-        self._check_state()
-        with self.with_values():
-            self._adopt_changed()
-        packed = states.packed_groups(super().state_dict())
-        shards = list(self._layout.shards.values())
-        for p in self._masters.keys() & self.optimizer.state.keys():
-            if not self.optimizer.state[p]:  # made by looking there: its moments are the master's
-                del self.optimizer.state[p]
-        packed["state"] = {
-            index: states.packed(own, shards[index]) for index, own in packed["state"].items()
-        }
-        packed["marvin"] = {
-            "version": states.VERSION,
-            **asdict(self._counts),
-            "forwards": self.forward_state.forwards,
-            "gradients": self.forward_state.gradients,
-            "policy": states.packed_policy(self.policy, self.shared),
-            "wrapped": type(self.optimizer).__name__,
-            "trace": [asdict(row) for row in self.trace],
-        }
-        with self._on_masters():
-            packed["optimizer"] = states.packed_groups(self.optimizer.state_dict())
-        return packed
-
-    @left_uncompiled
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue from a state, its policy's hyper-parameters included.
-
-        The model gets the weights and formats that it had when the state was saved, whether its
-        own state is loaded before or after. Tensors keep the dtype that they were saved with
-        (torch casts them to the parameter's). Where processes share parameters, tensors of a state
-        are spread as these are; a state of whole tensors, as one process has it, loads too.
-
-        States of version 1, which earlier releases saved, load; they leave the model's weights as
-        they are: load them with the model's own state.
-
-        Where a state does not load, or an interrupt comes, optimizer and model stay as they were. For
-        that their weights are copied while it loads.
-
-        Raises:
-            RuntimeError: The wrapped optimizer got parameter groups of its own.
-            TypeError: The model was made float64.
-            ValueError: ``state_dict`` is not of this kind, policy or wrapped optimizer, lacks a key, has a
-                value of another kind, or its parameters differ.
-        """
-        self._check_groups()
-        check_dtypes(self._layout.names, type(self).__name__)
-        shapes = [(name, p.shape) for p, name in self._layout.names.items()]
-        with states.refusing(type(self).__name__):
-            saved = states.checked(state_dict, self.policy, type(self.optimizer), shapes)
-            policy, values = states.policy_of(self.policy, state_dict["marvin"])
-            shared = policy.load_shared(values)
-            state_dict = states.restored_groups(state_dict)
-        with states.refusing(type(self).__name__), self.with_values(), self._all_or_nothing():
-            self._load(state_dict, saved, policy, shared)
-
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """Put this optimizer, the wrapped one and what they have written to models back if this block raises."""
-        things = [self, self.optimizer, self.forward_state]
-        groups = [*self.param_groups, *self.optimizer.param_groups]
-        tensors = locals_of(list(self._layout.names))
-        owners = self._owners()
-        try:
-            with self._carriers.all_or_nothing(things, groups, tensors):
-                yield
-        except BaseException:
-            self._give_back(owners)
-            raise
-
-    def _load(
-        self,
-        state_dict: StateDict,
-        saved: Sequence[StateDict],
-        policy: Policy,
-        shared: object,
-    ) -> None:
-        """Continue from a state that was checked; ``saved``: of each parameter."""
-        common = state_dict["marvin"]
-        frozen = {p for p, own in zip(self._layout.names, saved, strict=False) if not own}
-        for p in frozen & self._masters.keys():  # in float; what others wrote since stays
-            (weight,) = self._rounded([p])
-            if weight is None or torch.equal(local(p), weight):
-                local(p).copy_(master_of(self.state[p]))
-        super().load_state_dict(state_dict)
-        vars(self)["policy"], self.shared = policy, shared
-        self._masters = {}
-        for p, values in zip(self._layout.names, saved, strict=True):
-            self.state.pop(p, None)
-            if values:
-                record = self.policy.init(self._layout.groups[p], shared)
-                self.state[p] = states.unpacked(values, self._layout.shards[p], p.device, record)
-                self._show_masters([p])
-        self._taken, self._unsaid = None, ()
-        self.trace = [Switch(**row) for row in common["trace"]]
-        self._counts = Counts(common["step"], common["skipped"])
-        wrapped = states.spread_state(
-            states.of_wrapped(state_dict), list(self._layout.shards.values())
-        )
-        pairs = zip(wrapped["param_groups"], self.param_groups, strict=True)
-        wrapped["param_groups"] = [  # hooks may have changed them
-            {n: value if n == "params" else own.get(n, value) for n, value in group.items()}
-            for group, own in pairs
-        ]
-        with self._on_masters():
-            self.optimizer.load_state_dict(wrapped)
-            states.complete(self.optimizer)
-        for index, p in enumerate(self._layout.names):
-            master = self._masters.get(p, p)
-            own = self.optimizer.state.get(master, {})
-            states.kept_dtypes(own, wrapped["state"].get(index, {}))
-            if not is_compact(self.state.get(p, {})):
-                states.lay_out(own, master, self._layout.shards[p])
-        self.__setstate__({"param_groups": list(self.optimizer.param_groups)})
-        self._conform()
-        self.forward_state.forwards, self.forward_state.seed = common["forwards"], self._seed
-        self.forward_state.gradients = common.get("gradients", 0)  # older states have none
-        self._write_as_saved()
-        self._carriers.publish(self)
-        self._observe_next()
-
-    def __getstate__(self) -> StateDict:
-        names = "optimizer", "policy", "shared", "trace", "forward_state", "_counts", "_masters"
-        own = {name: getattr(self, name) for name in (*names, "_carriers")}
-        marks = dict.fromkeys(self._marks)  # a copy has other memory
-        return {**super().__getstate__(), **own, "_marks": marks}
-
-    def __setstate__(self, state: StateDict) -> None:
-        own = dict(state.get("defaults", self.__dict__.get("defaults", {})))
-        super().__setstate__(state)
-        self.defaults = own  # torch adds "differentiable": then only loaded states would have it
-        for group in self.param_groups:
-            if "differentiable" not in own:  # which earlier versions saved
-                group.pop("differentiable", None)
-            for name, value in own.items():  # options that an older state lacks
-                group.setdefault(name, value)
-        self._layout, self._plans = layout_of(self.param_groups), Plans()
-        self._claim()
-        self._own_step = guard_step(self, self.optimizer)
-
-    def state_bytes(self) -> dict[str, int]:
-        """Return the bytes of the state of each parameter, by name, as this process holds it.
-
-        Masters, the policy's tensors and those of the wrapped optimizer; the weights are the model's.
-        """
-        found = self._layout.names.items()
-        moments = self.optimizer.state
-        return {
-            name: size_bytes(self.state.get(p, {}), moments.get(self._masters.get(p, p), {}))
-            for p, name in found
-        }
-
-    def _check_groups(self, new: Group | None = None) -> None:
-        """Refuse groups of the wrapped optimizer's own, and other shapes; ``new``: what comes as a group now."""
-        if self._lent:
-            self._take_groups_back()
-        if self._is_made:
-            self._follow_groups()
-            self._check_shapes()
-        check_groups(self, self.optimizer, new)
-
-    def _follow_groups(self) -> None:
-        """Take over groups that somebody put in the place of this optimizer's, or of the wrapped one's."""
-        own, wrapped = self.param_groups, self.optimizer.param_groups
-        is_known = held_by(own) == self._layout.held
-        if is_known and len(wrapped) >= len(own) and all(map(is_, own, wrapped)):
-            return
-        groups = list(wrapped if is_known else own)
-        count = count_known(groups, self._layout.names)
-        known, new = groups[:count], groups[count:]
-        for group in known:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
-            self._check(group)
-        layout = layout_of(known)
-        self.param_groups, self.optimizer.param_groups[:] = known, known
-        self._layout, self._plans = layout, Plans()
-        try:
-            for group in new:
-                self.add_param_group(group)
-        except (TypeError, ValueError):  # it is refused again at the next step
-            self.param_groups = groups
-            raise
-
     def _check_processes(self) -> None:
         """Refuse a step that other processes may not do."""
         if is_distributed():
             if self._parallel is None:
                 self._parallel = parallel_models(self)
             check_not_joining(self._parallel)
-
-    def _check(self, group: Group) -> None:
-        """Refuse a parameter group; subclasses add checks of their own."""
-        self.policy.check(group)
-        check_settings(group, OPTIONS)
-        check_dtypes(group["params"], type(self).__name__)
-        if not self.policy.rules.takes_shards and any(map(is_sharded, group["params"])):
-            raise ValueError(
-                f"{type(self.policy).__name__} needs whole parameters, got sharded ones: train on "
-                "several processes with DistributedDataParallel"
-            )
-
-    def _name_misspelt(self, group: Group) -> None:
-        """Warn once of what a group has that looks like a setting and is none."""
-        settings = self.defaults.keys() - self.optimizer.defaults.keys()
-        found = misspelt(group, self.defaults, settings)
-        new = [
-            f"{name} (is {near} meant?)"
-            for name, near in found.items()
-            if name not in self._misspelt
-        ]
-        self._misspelt |= found.keys()
-        if new:
-            warn_user(
-                f"parameter groups must have settings of {type(self).__name__}, its "
-                f"{type(self.policy).__name__} and {type(self.optimizer).__name__} by their names, got "
-                f"{listed(new)}, which nothing reads"
-            )
-
-    def _check_common(self, param_group: Group) -> None:
-        """Refuse settings of a later group that are read from the first one."""
-        for name in ("nonfinite", "seed", *self.policy.rules.common) if self.param_groups else ():
-            first = self.param_groups[0][name]
-            if (value := param_group.get(name, first)) != first:
-                raise ValueError(
-                    f"{name} is read from the first parameter group and must be {first!r} in others, "
-                    f"got {name}={value!r}: give it to the first group"
-                )
 
     def _check_loss(self, loss: float | Tensor | None, broken: Sequence[str]) -> None:
         """Refuse a loss or weights that are not finite where there is no gradient to tell."""
@@ -782,38 +464,6 @@ class Quantized(WatchesWeights, AskedByScaler):
         wants = self.policy.rules.observes_inputs and self.policy.observes(number, settings)
         self._carriers.observe(self._trained() if wants else [])
 
-    @torch.no_grad()
-    def _begin(self, params: Iterable[Tensor]) -> None:
-        """Give masters and records to parameters that are trained from now on, and quantise them."""
-        if len(self._masters) == len(self._layout.names):
-            return
-        new = [p for p in params if p.requires_grad and p not in self._masters]
-        if not new:
-            return
-        for p in new:
-            own = self.state[p]
-            own["master"] = local(p.detach()).to(torch.float32, copy=True)
-            if is_layer(p):
-                names = self.policy.rules.tensors
-                own |= {name: torch.zeros_like(own["master"]) for name in names}
-                own["layer"] = self.policy.init(self._layout.groups[p], self.shared)
-                check_record(own["layer"])
-                check_activation_formats(self.policy, own["layer"])
-        self._show_masters(new)
-        for p in new:
-            if p in self.optimizer.state:  # some make it in their constructor
-                made = states.float_masters(self.optimizer.state.pop(p), p)
-                states.lay_out(made, self._masters[p], self._layout.shards[p])
-                self.optimizer.state[self._masters[p]] = made
-        self._conform()
-        fresh = {*new}
-        waited = [p for p in self._masters if p not in fresh and self._layout.owners[p] in fresh]
-        self._write([*new, *waited], Purpose.INITIAL)
-        for p in new:
-            if self._layout.groups[p]["master_init"] == "quantized":
-                put_master(self.state[p], local(p))
-        self._carriers.publish(self)
-
     def _gather(self) -> list[Gradients]:
         gathered = []
         first = stream(Purpose.GRADIENTS, self._counts.step)  # of a group: one stream a parameter
@@ -823,17 +473,6 @@ class Quantized(WatchesWeights, AskedByScaler):
                 gathered.append(gather(group, self._members(params), self.format_of, noise))
             first += len(group["params"])
         return gathered
-
-    def _conform(self) -> None:
-        """Make states compact or float32, as the groups say: older ones know nothing of that."""
-        for p, master in list(self._masters.items()):
-            wanted = wants_compact(self._layout.groups[p], p)
-            if is_compact(self.state[p]) != wanted:
-                moments = self.optimizer.state.get(master, {})
-                conform(self.state[p], moments, self._layout.shards[p], wanted)
-                self._show_masters([p])
-                if master in self.optimizer.state:
-                    self.optimizer.state[self._masters[p]] = self.optimizer.state.pop(master)
 
     def _noise(self, step: int) -> Key:
         """Return the noise of states in a step, from which that of each is counted."""

@@ -1,0 +1,204 @@
+"""Parameter groups that an optimizer and the one it wraps have in common, and parameters that come later."""
+
+from collections.abc import Collection, Iterable, Sequence
+from operator import is_
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fixedpoint_kernels._torch_private.compiling import left_uncompiled
+from marvin import state as states
+from marvin.carriers import Carriers
+from marvin.compact import conform, is_compact, put_master, wants_compact
+from marvin.display import listed
+from marvin.layers import count_known, held_by, is_layer, layout_of
+from marvin.noise import Purpose
+from marvin.plans import Plans
+from marvin.policies.base import check_activation_formats, check_record
+from marvin.rounder import ForwardState
+from marvin.settings import OPTIONS, Group, check_dtypes, check_groups, check_settings, misspelt
+from marvin.shards import is_sharded, local, locals_of
+from marvin.warned import warn_user
+from marvin.watched import WatchesWeights
+from marvin.wrappers import for_wrappers
+
+__all__ = ["FollowsGroups"]
+
+
+@for_wrappers
+class FollowsGroups(WatchesWeights):
+    """An optimizer whose groups are those of the wrapped one, too, and whose parameters get masters; see ``Quantized``."""
+
+    _carriers: Carriers
+    forward_state: ForwardState
+    _misspelt: frozenset[str] = frozenset()  # what ``_name_misspelt`` has warned of
+
+    def _rounds_activations(self) -> bool:
+        return any(handle.is_attached for handle in self._carriers.handles)
+
+    def _gone(self) -> Collection[Tensor]:
+        return self._carriers.gone
+
+    @left_uncompiled
+    def add_param_group(self, param_group: Group) -> None:
+        """Add parameters to both optimizers, and quantise them.
+
+        A call that is refused or interrupted changes nothing.
+
+        Raises:
+            RuntimeError: The wrapped optimizer got other groups of its own.
+            TypeError: A parameter is not float32, bfloat16 or float16, or the policy gives no record.
+            ValueError: A setting is out of range, or is read from the first group and differs from it.
+        """
+        self._check_groups(param_group)
+        own, wrapped = self.param_groups, self.optimizer.param_groups
+        counts = len(own), len(wrapped)
+        things = [self, self.optimizer, self.forward_state]
+        owners: dict[int, Optimizer] = {}
+        kept: list[tuple[Tensor, Tensor]] = []
+        try:
+            with self._carriers.all_or_nothing(things):
+                if len(wrapped) == len(own):
+                    self.optimizer.add_param_group(param_group)
+                self._check_common(param_group)
+                super().add_param_group(param_group)
+                self._check(own[-1])
+                self._name_misspelt(param_group)
+                self._layout = layout_of(own)
+                if self._is_made:
+                    new = own[-1]["params"]
+                    waiting = [p for p in self._masters if not is_layer(p)]  # some for a layer
+                    kept = [(x, x.detach().clone()) for x in locals_of([*new, *waiting])]
+                    owners = self._owners()
+                    self._follow(new)
+                    self._claim()
+                    self._carriers.widen(self)
+                    self._begin(new)
+        except BaseException:
+            del own[counts[0] :], wrapped[counts[1] :]
+            self._give_back(owners)
+            with torch.no_grad():
+                for x, value in kept:
+                    x.copy_(value)
+            raise
+
+    def _follow(self, params: Sequence[Tensor]) -> None:
+        """Note what the optimizers leave behind that had these parameters until now."""
+        for before in self._owners_before():
+            if isinstance(before, FollowsGroups):
+                self._carriers.before += tuple(before._carriers.handles)
+                self._take(before, params)
+
+    @torch.no_grad()
+    def _begin(self, params: Iterable[Tensor]) -> None:
+        """Give masters and records to parameters that are trained from now on, and quantise them."""
+        if len(self._masters) == len(self._layout.names):
+            return
+        new = [p for p in params if p.requires_grad and p not in self._masters]
+        if not new:
+            return
+        for p in new:
+            own = self.state[p]
+            own["master"] = local(p.detach()).to(torch.float32, copy=True)
+            if is_layer(p):
+                names = self.policy.rules.tensors
+                own |= {name: torch.zeros_like(own["master"]) for name in names}
+                own["layer"] = self.policy.init(self._layout.groups[p], self.shared)
+                check_record(own["layer"])
+                check_activation_formats(self.policy, own["layer"])
+        self._show_masters(new)
+        for p in new:
+            if p in self.optimizer.state:  # some make it in their constructor
+                made = states.float_masters(self.optimizer.state.pop(p), p)
+                states.lay_out(made, self._masters[p], self._layout.shards[p])
+                self.optimizer.state[self._masters[p]] = made
+        self._conform()
+        fresh = {*new}
+        waited = [p for p in self._masters if p not in fresh and self._layout.owners[p] in fresh]
+        self._write([*new, *waited], Purpose.INITIAL)
+        for p in new:
+            if self._layout.groups[p]["master_init"] == "quantized":
+                put_master(self.state[p], local(p))
+        self._carriers.publish(self)
+
+    def _conform(self) -> None:
+        """Make states compact or float32, as the groups say: older ones know nothing of that."""
+        for p, master in list(self._masters.items()):
+            wanted = wants_compact(self._layout.groups[p], p)
+            if is_compact(self.state[p]) != wanted:
+                moments = self.optimizer.state.get(master, {})
+                conform(self.state[p], moments, self._layout.shards[p], wanted)
+                self._show_masters([p])
+                if master in self.optimizer.state:
+                    self.optimizer.state[self._masters[p]] = self.optimizer.state.pop(master)
+
+    def _check_groups(self, new: Group | None = None) -> None:
+        """Refuse groups of the wrapped optimizer's own, and other shapes; ``new``: what comes as a group now."""
+        if self._lent:
+            self._take_groups_back()
+        if self._is_made:
+            self._follow_groups()
+            self._check_shapes()
+        check_groups(self, self.optimizer, new)
+
+    def _follow_groups(self) -> None:
+        """Take over groups that somebody put in the place of this optimizer's, or of the wrapped one's."""
+        own, wrapped = self.param_groups, self.optimizer.param_groups
+        is_known = held_by(own) == self._layout.held
+        if is_known and len(wrapped) >= len(own) and all(map(is_, own, wrapped)):
+            return
+        groups = list(wrapped if is_known else own)
+        count = count_known(groups, self._layout.names)
+        known, new = groups[:count], groups[count:]
+        for group in known:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            self._check(group)
+        layout = layout_of(known)
+        self.param_groups, self.optimizer.param_groups[:] = known, known
+        self._layout, self._plans = layout, Plans()
+        try:
+            for group in new:
+                self.add_param_group(group)
+        except (TypeError, ValueError):  # it is refused again at the next step
+            self.param_groups = groups
+            raise
+
+    def _check(self, group: Group) -> None:
+        """Refuse a parameter group; subclasses add checks of their own."""
+        self.policy.check(group)
+        check_settings(group, OPTIONS)
+        check_dtypes(group["params"], type(self).__name__)
+        if not self.policy.rules.takes_shards and any(map(is_sharded, group["params"])):
+            raise ValueError(
+                f"{type(self.policy).__name__} needs whole parameters, got sharded ones: train on "
+                "several processes with DistributedDataParallel"
+            )
+
+    def _name_misspelt(self, group: Group) -> None:
+        """Warn once of what a group has that looks like a setting and is none."""
+        settings = self.defaults.keys() - self.optimizer.defaults.keys()
+        found = misspelt(group, self.defaults, settings)
+        new = [
+            f"{name} (is {near} meant?)"
+            for name, near in found.items()
+            if name not in self._misspelt
+        ]
+        self._misspelt |= found.keys()
+        if new:
+            warn_user(
+                f"parameter groups must have settings of {type(self).__name__}, its "
+                f"{type(self.policy).__name__} and {type(self.optimizer).__name__} by their names, got "
+                f"{listed(new)}, which nothing reads"
+            )
+
+    def _check_common(self, param_group: Group) -> None:
+        """Refuse settings of a later group that are read from the first one."""
+        for name in ("nonfinite", "seed", *self.policy.rules.common) if self.param_groups else ():
+            first = self.param_groups[0][name]
+            if (value := param_group.get(name, first)) != first:
+                raise ValueError(
+                    f"{name} is read from the first parameter group and must be {first!r} in others, "
+                    f"got {name}={value!r}: give it to the first group"
+                )
