@@ -136,8 +136,9 @@ def are_float32(xs: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> bool:
 
 
 def _have_addresses(xs: Sequence[Tensor]) -> bool:
+    """Say whether tensors have memory, and are what it says: no negation waits."""
     try:
-        return all(map(Tensor.data_ptr, xs))  # 0: freed
+        return all(map(Tensor.data_ptr, xs)) and not any(map(Tensor.is_neg, xs))  # 0: freed
     except RuntimeError:  # inside of torch.func, or of a gradient of many at once, they have none
         return False
 

@@ -199,7 +199,7 @@ def keep_inside(x: Tensor, inside: Tensor) -> Tensor:
 
     It is ``torch.where``, in a third of its time on a CPU, where nothing asks for its gradient.
     """
-    is_plain = is_float32(x, inside.shape, is_dense=False) and is_dense(x) and not x.is_neg()
+    is_plain = is_float32(x, inside.shape, is_dense=False) and is_dense(x)
     if not is_plain or torch.is_grad_enabled():
         return torch.where(inside, x, x.new_zeros(()))
     from fixedpoint_kernels.rounding import cpu

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from fixedpoint_kernels.fused import INPUT, MOST_TAPS, Pooled
 from fixedpoint_kernels.products.shapes import Window
+from fixedpoint_kernels.sides import for_each_side
 from marvin.integer.nodes import asks_shape, plain
 
 __all__ = ["let_windows_be_whole", "mean_of_sides", "pooling"]
@@ -48,7 +49,7 @@ def _of_module(own: nn.Module) -> Pooled | None:
     if type(own) is nn.AdaptiveAvgPool2d:
         return _of_all() if own.output_size in (1, (1, 1), [1, 1]) else None
     if type(own) is nn.AvgPool2d:
-        border = own.padding in (0, (0, 0)) or own.count_include_pad
+        border = _pair(own.padding) == (0, 0) or own.count_include_pad
         fits = border and not own.ceil_mode and own.divisor_override is None
     elif type(own) is nn.MaxPool2d:
         fits = _pair(own.dilation) == (1, 1) and math.prod(_pair(own.kernel_size)) <= MOST_TAPS
@@ -59,6 +60,11 @@ def _of_module(own: nn.Module) -> Pooled | None:
     kernel, stride, padding = map(_pair, pairs)
     is_mean = type(own) is nn.AvgPool2d and kernel != (1, 1)
     return Pooled(INPUT, kernel, Window(stride, padding), is_mean=is_mean) if fits else None
+
+
+def _pair(numbers: int | tuple[int, ...] | list[int]) -> tuple[int, int]:
+    down, across = for_each_side(numbers, 2)
+    return down, across
 
 
 def _every(index: object) -> Pooled | None:
@@ -145,7 +151,3 @@ def _asks_all(node: object, value: fx.Node) -> bool:
         return False
     is_shape = node.target is getattr and node.args[1] == "shape"
     return is_shape or (node.target == "size" and len(node.args) == 1 and not node.kwargs)
-
-
-def _pair(number: int | tuple[int, int]) -> tuple[int, int]:
-    return (number, number) if isinstance(number, int) else (number[0], number[1])

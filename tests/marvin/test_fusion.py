@@ -620,6 +620,21 @@ def test_weights_that_are_frozen_get_no_gradient():
     assert model.conv.weight.grad is not None
 
 
+def test_weights_whose_negation_waits_are_read_as_they_are():
+    own, _ = make(model=Pools())
+    x, y = batch(3)
+    expected = own(x).detach(), gradients(own, x, y)
+    for layer in (own.a, own.b):
+        weight = layer.weight.detach().clone()
+        layer.weight.data = torch.complex(weight, -weight).conj().imag
+        assert layer.weight.is_neg()
+        assert torch.equal(layer.weight, weight)
+    assert torch.equal(own(x), expected[0])
+    pairs = zip(gradients(own, x, y), expected[1], strict=True)
+    for a, b in pairs:
+        assert (a - b).norm() < 0.02 * b.norm()
+
+
 def test_weights_changed_between_forward_and_backward_are_refused():
     model, _ = make()
     loss = model(batch(0)[0]).sum()
@@ -1546,6 +1561,28 @@ def test_pooling_is_part_of_chains():
     pairs = zip(gradients(own, x, y), gradients(other, x, y), strict=True)
     for a, b in pairs:
         assert (a - b).norm() < 0.02 * b.norm()
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        nn.MaxPool2d((2,), (2,), [0], (1,)),
+        nn.AvgPool2d([2], [2], [0], count_include_pad=False),
+        lambda x: F.avg_pool2d(x, [2]),
+    ],
+)
+def test_a_tuple_or_list_of_one_number_is_for_both_sides(pool):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1)
+            self.pool = pool
+
+        def forward(self, x):
+            return self.b(self.pool(torch.relu(self.a(x))))
+
+    ((_, pooled, _),) = found(Own())
+    assert (pooled.kernel, pooled.window) == ((2, 2), Window((2, 2)))
 
 
 @pytest.mark.parametrize(
