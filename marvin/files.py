@@ -21,6 +21,8 @@ __all__ = ["LOCK", "Locked", "lock_folder", "new_folder", "remove_leftovers", "w
 LOCK = ".lock"
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
 _NO_FILE = "{0} must be a file of its own, got {1}: nothing is kept in it, so delete {0}"
+_HELD: dict[Path, int] = {}
+"""Folders that this process locks, with the open files of their locks."""
 _AS_IT_IS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # no link, no waiting
 
 
@@ -33,7 +35,8 @@ def lock_folder(folder: Path) -> Iterator[str]:
     """Be the only process that locks ``folder``, which is made if need be.
 
     The system's lock on the file ``.lock`` ends with the block, or with the process, however that
-    ends. The file stays; what is in it only tells others who holds the lock.
+    ends. The file stays; what is in it only tells others who holds the lock. Where the folder is moved
+    or removed meanwhile, ``write_atomic`` writes nothing there: another run may have its place.
 
     Yields:
         ``""``, or a sentence for the user where the file system has no locks.
@@ -42,16 +45,19 @@ def lock_folder(folder: Path) -> Iterator[str]:
         Locked: Another process holds the lock, or ``.lock`` is no file of the folder's own.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    handle = _open_lock(folder / LOCK)
+    handle, place = _open_lock(folder / LOCK), folder.absolute()
     try:
         is_ours = _lock(handle)
         if is_ours is False:
             raise Locked(f"{folder} is being written by {_read(handle)}: wait until that has ended")
         since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         _write(handle, f"process {os.getpid()} on {platform.node()}, since {since}")
+        _HELD[place] = handle
         yield "" if is_ours else f"no locks here: let no other process write to {folder}"
         _write(handle, "")
     finally:
+        if _HELD.get(place) == handle:
+            del _HELD[place]
         os.close(handle)
 
 
@@ -62,8 +68,10 @@ def write_atomic(path: Path, content: bytes | str) -> None:
     the old content or the new one, never a mixture. Folders that ``path`` lacks are made.
 
     Raises:
-        OSError: The disk is full, or takes it no more for another reason; ``path`` is named.
+        OSError: The disk is full, or takes it no more for another reason; ``path`` is named. Or a folder
+            around it, which this process locks, was moved or removed.
     """
+    _check_held(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode() if isinstance(content, str) else content
     handle, temporary = _new_file(path)
@@ -125,6 +133,20 @@ def new_folder(path: Path) -> Iterator[Path]:
             os.replace(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_held(path: Path) -> None:
+    """Refuse to write where a folder was that this process locks, and is no more."""
+    for folder in path.absolute().parents:
+        if (handle := _HELD.get(folder)) is None:
+            continue
+        try:
+            is_there = os.path.samestat(os.stat(folder / LOCK), os.fstat(handle))
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            told = "the folder was moved or removed while this process wrote it"
+            raise FileNotFoundError(errno.ENOENT, told, str(folder))
 
 
 def _new_file(path: Path) -> tuple[int, str]:
