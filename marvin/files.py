@@ -16,7 +16,15 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-__all__ = ["LOCK", "Locked", "lock_folder", "new_folder", "remove_leftovers", "write_atomic"]
+__all__ = [
+    "LOCK",
+    "Locked",
+    "check_held",
+    "lock_folder",
+    "new_folder",
+    "remove_leftovers",
+    "write_atomic",
+]
 
 LOCK = ".lock"
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
@@ -71,7 +79,7 @@ def write_atomic(path: Path, content: bytes | str) -> None:
         OSError: The disk is full, or takes it no more for another reason; ``path`` is named. Or a folder
             around it, which this process locks, was moved or removed.
     """
-    _check_held(path)
+    check_held(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode() if isinstance(content, str) else content
     handle, temporary = _new_file(path)
@@ -93,6 +101,24 @@ def write_atomic(path: Path, content: bytes | str) -> None:
         if fcntl is not None:  # the lock has told others that this is no leftover
             os.close(handle)
     _sync_folder(path.parent)
+
+
+def check_held(path: Path) -> None:
+    """Refuse to write where a folder was that this process locks, and is no more.
+
+    Raises:
+        FileNotFoundError: It was moved or removed.
+    """
+    for folder in path.absolute().parents:
+        if (handle := _HELD.get(folder)) is None:
+            continue
+        try:
+            is_there = os.path.samestat(os.stat(folder / LOCK), os.fstat(handle))
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            told = "the folder was moved or removed while this process wrote it"
+            raise FileNotFoundError(errno.ENOENT, told, str(folder))
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -133,20 +159,6 @@ def new_folder(path: Path) -> Iterator[Path]:
             os.replace(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _check_held(path: Path) -> None:
-    """Refuse to write where a folder was that this process locks, and is no more."""
-    for folder in path.absolute().parents:
-        if (handle := _HELD.get(folder)) is None:
-            continue
-        try:
-            is_there = os.path.samestat(os.stat(folder / LOCK), os.fstat(handle))
-        except FileNotFoundError:
-            is_there = False
-        if not is_there:
-            told = "the folder was moved or removed while this process wrote it"
-            raise FileNotFoundError(errno.ENOENT, told, str(folder))
 
 
 def _new_file(path: Path) -> tuple[int, str]:

@@ -10,6 +10,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import marvin
 import marvin.tensorboard
+from marvin.files import check_held
 from perfmodel.meter import Meter
 from perfmodel.run import start_of
 from train.bars import HIDDEN, tqdm
@@ -161,11 +162,13 @@ def _written(folder: Path) -> Iterator[None]:
     """Name the folder where TensorBoard cannot write: its own errors do not.
 
     Raises:
-        UserError: It cannot.
+        FileNotFoundError: The run's folder was moved or removed.
+        UserError: It cannot for another reason.
     """
     try:
         yield
     except OSError as error:
+        check_held(folder)
         raise UserError(
             f"TensorBoard's folder must be one that can be written, got {folder} "
             f"({error.strerror or error}): make room, or let it be written, then go on with --resume"
