@@ -18,7 +18,7 @@ from torch.optim.optimizer import StateDict
 from torch.utils import data
 
 from fixedpoint_kernels._torch_private.compiling import uncompiled
-from fixedpoint_kernels._torch_private.optimizers import step_hooks_of
+from fixedpoint_kernels._torch_private.optimizers import is_ready, step_hooks_of
 
 __all__ = [
     "MARVIN",
@@ -398,7 +398,7 @@ def check_wrapped(optimizer: Optimizer, options: Mapping[str, object]) -> None:
     """Refuse what ``Quantized`` cannot wrap.
 
     Raises:
-        TypeError: It is no optimizer.
+        TypeError: It is no optimizer, or passes all on to one.
         ValueError: Its step needs a closure, its state is no optimizer's of torch, it has a
             hyper-parameter of ``options``, or another ``Quantized`` has it.
     """
@@ -407,6 +407,12 @@ def check_wrapped(optimizer: Optimizer, options: Mapping[str, object]) -> None:
         raise TypeError(
             "Quantized needs an optimizer that was made of the model's parameters, such as "
             f"torch.optim.SGD(model.named_parameters(), lr=0.1), got {got}"
+        )
+    if not is_ready(optimizer):  # as of Accelerate and Opacus, which pass all on to another
+        name = type(optimizer).__name__
+        raise TypeError(
+            f"Quantized needs the optimizer itself, got {name}, which is around one: write "
+            f"{name}(marvin.Quantized(...)), or prepare(model, marvin.Quantized(...)), the other way round"
         )
     if any(step_hooks_of(optimizer, OwnStep)):
         name = type(optimizer).__name__

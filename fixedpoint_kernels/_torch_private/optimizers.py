@@ -12,11 +12,17 @@ __all__ = [
     "AskedByScaler",
     "calling_scaler",
     "has_step_hooks",
+    "is_ready",
     "step_hooks_of",
     "without_global_step_hooks",
 ]
 
 _Hook = TypeVar("_Hook")
+
+
+def is_ready(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether an optimizer has what ``Optimizer.__init__`` makes: wrappers of some packages leave it out."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def step_hooks_of(optimizer: torch.optim.Optimizer, kind: type[_Hook]) -> Iterator[_Hook]:

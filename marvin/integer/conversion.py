@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fixedpoint_kernels import products
+from fixedpoint_kernels._torch_private.modules import own_parameters
 from fixedpoint_kernels.drawing import draw_cells
 from fixedpoint_kernels.forward_save.swap import is_converted
 from fixedpoint_kernels.undo import all_or_nothing
@@ -334,6 +335,9 @@ def _why_not(module: nn.Module) -> str:
             return "forward_save.convert came first: revert it, call integer.convert, then again"
         if computed := computed_weights(module):
             return f"a parametrisation computes its {' and '.join(computed)}"
+        if any(module.children()):
+            own = " and ".join(name for name, p in own_parameters(module) if is_layer(p))
+            return f"there is no integer product for its own {own}: put that into an nn.Linear, and call it"
         return f"there is no integer product for {_named(type(module))}"
     if any(t.is_meta for t in (*module.parameters(False), *module.buffers(False))):
         return "it is on the meta device, which has no values"

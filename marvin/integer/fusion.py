@@ -25,6 +25,7 @@ from marvin.integer.nodes import arguments_of, is_needed
 from marvin.integer.notes import PLAIN, Plain, exact
 from marvin.integer.seen import Seen
 from marvin.integer.sizes import Assumed
+from marvin.integer.strayed import Strayed
 from marvin.integer.token_inference import TokenInference
 from marvin.integer.token_run import TokenRun, put_in
 from marvin.settings import is_traced
@@ -77,6 +78,7 @@ class Fused(OtherForward):
         self._modes = {training: _Mode(module, training) for training in (True, False)}
         self._others: dict[tuple[object, ...], list[_Mode]] = {}
         self._lock = RLock()
+        self._strayed: Strayed | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"module": self.module}
@@ -181,8 +183,16 @@ class Fused(OtherForward):
         )
         if goes_back is not self.module.training:
             return None
+        if not goes_back:
+            self._look()
         mode = self._mode(goes_back, given)
         return None if mode is None else mode.ready(tensors)
+
+    def _look(self) -> None:
+        """Warn of weights that are far from their formats."""
+        if self._strayed is None:
+            self._strayed = Strayed(filter(_is_layer, self.module.modules()))
+        self._strayed.look()
 
     def _mode(self, training: bool, given: "_Given") -> "_Mode | None":
         """Return the chains of calls with such arguments; None where there were too many kinds of calls."""

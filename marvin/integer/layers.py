@@ -23,6 +23,7 @@ from marvin.integer.formats import (
     weight_of,
     why_no_kernel,
 )
+from marvin.integer.strayed import look_at
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import FLOATS, ForwardState
 from marvin.settings import is_exported, is_traced
@@ -156,6 +157,7 @@ def _forward(module: Any, x: Tensor, stock: Callable[[Tensor], Tensor]) -> Tenso
     options = getattr(module, OPTIONS)
     layer = autograd.Layer(product, options)
     if not is_traced():
+        look_at(module)
         y = _alone(module, x, product, options, None)
         if y is not None:
             return y
@@ -178,7 +180,9 @@ def _train(
     product, noise = _chosen(module, x, formats), None
     if product is None:
         return stock(x)
-    if module.training and torch.is_grad_enabled():
+    if not module.training:
+        look_at(module)
+    elif torch.is_grad_enabled():
         noise = autograd.Noise(*state.noise_of_gradients())
     options = getattr(module, OPTIONS)
     y = _alone(module, x, product, options, noise)

@@ -6,6 +6,7 @@ import math
 import pickle
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -665,6 +666,71 @@ def test_the_report_is_of_the_device_of_the_layers(monkeypatch):
     }
     assert products.path(torch.device("cpu")) == products.path()
     assert products.path(torch.device("mps")).name == "reference"
+
+
+def folded(model):
+    model[0] = nn.utils.fuse_conv_bn_eval(model[0], model[1])
+    model[1] = nn.Identity()
+
+
+def written(model):
+    with torch.no_grad():
+        model[4].weight.mul_(0.7)
+
+
+def given_other_memory(model):
+    model[4].weight.data = model[4].weight * 0.7
+
+
+STRAYED = r"got others in a converted Integer\w+ of [\dx ]+: they count as the nearest ones, which moves them by \d+% "
+
+
+@pytest.mark.parametrize("change", [folded, written, given_other_memory])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", ["trained", "frozen"])
+def test_weights_that_count_as_far_others_are_named_once(kind, fused, change):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 3)
+    )
+    adam = torch.optim.Adam(model.named_parameters(), lr=1e-2)
+    optimizer = marvin.Quantized(adam, marvin.StaticPolicy(4, 8))
+    marvin.quantize_activations(model, optimizer)
+    convert(model, fused=fused)
+    x, y = torch.rand(16, 3, 8, 8), torch.arange(16) % 3
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step(loss=loss)
+    model = marvin.freeze(model) if kind == "frozen" else model.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            model(x)
+        model(x)
+    change(model)
+    with pytest.warns(UserWarning, match=STRAYED), torch.no_grad():
+        model(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x)
+
+
+def test_the_report_names_what_a_module_multiplies_by_itself():
+    class Projected(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.projection = nn.Linear(4, 4), nn.Parameter(torch.eye(4))
+
+        def forward(self, x):
+            return self.body(x) @ self.projection
+
+    model = Projected()
+    adam = torch.optim.Adam(model.named_parameters(), lr=0.1)
+    marvin.quantize_activations(model, marvin.Quantized(adam, marvin.FixedPolicy(8, 4)))
+    own = next(row for row in convert(model).rows if row.reason)
+    assert own.reason.startswith("there is no integer product for its own projection: put that")
 
 
 def test_the_report_says_why_not():

@@ -384,6 +384,9 @@ def test_what_cannot_be_wrapped_is_refused():
         Quantized(Sharp([weight]), FixedPolicy())
     with pytest.raises(ValueError, match=r"got Around's with slow, base: give marvin\.Quantized"):
         Quantized(Around([weight]), FixedPolicy())
+    around = torch.optim.SGD.__new__(torch.optim.SGD)  # as Accelerate makes its own around another
+    with pytest.raises(TypeError, match="needs the optimizer itself, got SGD, which is around one"):
+        marvin.Quantized(around, marvin.FixedPolicy(8, 4))
     with pytest.raises(TypeError, match="needs a float optimizer, got MSGD"):
         Quantized(MSGD([weight]), FixedPolicy())
     with pytest.raises(ValueError, match="buffer_bits must be 1 to"):

@@ -1,0 +1,78 @@
+"""Weights that somebody moved far from the numbers of their format: a batch norm was folded into them, say."""
+
+from collections.abc import Iterable
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.linalg import vector_norm
+
+from fixedpoint_kernels._torch_private.modules import table_of
+from fixedpoint_kernels._torch_private.tensors import versions_of
+from marvin.integer.formats import carried, choose
+from marvin.rounding import round_one
+from marvin.warned import warn_user
+
+__all__ = ["Strayed", "look_at"]
+
+_MUCH = 0.05
+"""Of a weight's norm: averages of rounded weights, of 8 bits, are nearer to its format."""
+_NAMED: WeakSet[nn.Module] = WeakSet()  # layers that a warning has named
+
+
+class Strayed:
+    """Looks whether converted layers multiply what their weights are, each time somebody wrote to one.
+
+    Args:
+        layers: With integer products, in eval mode.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        tables = ((own, table_of(own, "weight")) for own in layers)
+        own = [
+            pair for pair in tables if pair[1] is not vars(pair[0])
+        ]  # other weights are computed
+        self._layers, self._tables = [layer for layer, _ in own], [table for _, table in own]
+        self._before: list[tuple[int, int]] = [(-1, 0)] * len(self._layers)
+
+    def look(self) -> None:
+        """Warn once of each layer whose weight counts as another."""
+        weights = [own["weight"] for own in self._tables]
+        now = list(zip(versions_of(weights), map(Tensor.data_ptr, weights), strict=True))
+        if now == self._before:
+            return
+        rows = zip(self._layers, weights, now, self._before, strict=True)
+        changed = [(layer, weight) for layer, weight, own, before in rows if own != before]
+        self._before = now
+        for layer, weight in changed:
+            if layer not in _NAMED and (share := _moved(layer, weight)) > _MUCH:
+                _NAMED.add(layer)
+                size = " x ".join(map(str, weight.shape))
+                warn_user(
+                    f"weights must be numbers of their format, got others in a converted {type(layer).__name__} "
+                    f"of {size}: they count as the nearest ones, which moves them by {share:.0%} of their norm. "
+                    "Call marvin.integer.revert(model) before a batch norm is folded into them, or before "
+                    "other code computes them"
+                )
+
+
+@torch.no_grad()
+def _moved(layer: nn.Module, weight: Tensor) -> float:
+    """Return by which part of its norm a weight moves when it is rounded to its format."""
+    product = choose(layer, carried(layer)[0])
+    if isinstance(product, str):
+        return 0.0
+    own = weight.float()
+    moved = vector_norm(round_one(own, product.weight, rounding="nearest") - own)
+    return float(moved / vector_norm(own).clamp_min(torch.finfo(torch.float32).tiny))
+
+
+def look_at(layer: nn.Module) -> None:
+    """Look at one layer, which runs alone; see ``Strayed``."""
+    found = _ALONE.get(layer)
+    if found is None:
+        found = _ALONE[layer] = Strayed([layer])
+    found.look()
+
+
+_ALONE: WeakKeyDictionary[nn.Module, Strayed] = WeakKeyDictionary()
