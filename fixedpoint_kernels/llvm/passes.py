@@ -6,17 +6,17 @@ registers; then follow the next 64 of the pattern, then the next strip. Addresse
 elements are float32 unless said otherwise. Masks have a bit an element: 8 bytes for 64.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
 
 from fixedpoint_kernels.llvm import curves
-from fixedpoint_kernels.llvm.vectors import F32, I8, I32, I64, Vector, intrinsic, prefetch
-from fixedpoint_kernels.llvm.words import Words
+from fixedpoint_kernels.llvm.vectors import F32, I8, I32, I64, Vector, prefetch
+from fixedpoint_kernels.llvm.words import Words, made_of
 
 BLOCK = 64
 """Elements of one turn."""
@@ -136,21 +136,6 @@ class _Image(Words):
             for address, variable in zip(addresses, found, strict=True):
                 self.put(self.load(self.moved(address, at, 32)), variable)
         return found
-
-
-def _made(names: str, body: Callable[..., Any], floats: int = 0) -> Any:
-    """Return an intrinsic of int64 and then ``floats`` float32, by name; it returns int64."""
-    count = len(names.split())
-
-    def codegen(_context, builder, _signature, arguments):
-        found = body(_Image(builder), *arguments)
-        return I64(0) if found is None else found
-
-    signature = types.int64(*[types.int64] * (count - floats), *[types.float32] * floats)
-    scope = {"made": (signature, codegen)}
-    exec(f"def typing(_context, {', '.join(names.split())}): return made", scope)
-    typing: Any = scope["typing"]
-    return intrinsic(typing)
 
 
 def _make_value(
@@ -368,6 +353,7 @@ def _keep(to: _Image, value, mask):
     to.put(to.load_mask(mask).where(to.get(value), to.zero), value)
 
 
+_made = partial(made_of, _Image)
 make_value = _made(
     "elements padded pattern first z a b second z2 a2 b2 relu relu_mask curve y codes clips both clip_mask "
     "scale low high number",

@@ -7,14 +7,15 @@ same (``fixedpoint_kernels.tokens.reference``).
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
 
 from fixedpoint_kernels.llvm.curves import Curves, apply
-from fixedpoint_kernels.llvm.vectors import F32, I8, I16, I32, I64, Vector, columns_of, intrinsic
+from fixedpoint_kernels.llvm.vectors import F32, I8, I16, I32, I64, Vector, columns_of
+from fixedpoint_kernels.llvm.words import made_of
 
 _LANES = 16
 NAN_BIT = 40
@@ -56,21 +57,6 @@ class _To(Curves):
             order = [i ^ half for i in range(_LANES)]
             value = value + value.shuffled(value, order)
         return value
-
-
-def _made(names: str, body: Callable[..., Any], floats: int = 0) -> Any:
-    """Return an intrinsic of int64 and then ``floats`` float32; it returns int64."""
-    count = len(names.split())
-
-    def codegen(_context, builder, _signature, arguments):
-        found = body(_To(builder), *arguments)
-        return I64(0) if found is None else found
-
-    signature = types.int64(*[types.int64] * (count - floats), *[types.float32] * floats)
-    scope = {"made": (signature, codegen)}
-    exec(f"def typing(_context, {', '.join(names.split())}): return made", scope)
-    typing: Any = scope["typing"]
-    return intrinsic(typing)
 
 
 def _encode(to: _To, x, count, codes, mask, flip, scale, low, high):
@@ -356,6 +342,7 @@ def _float_tile(to: _To, a, a_row, a_step, b, b_step, depth, out, out_step, adds
         to.added(to.get(total), place, adds)
 
 
+_made = partial(made_of, _To)
 encode = _made("x count codes mask flip scale low high", _encode, 3)
 finish_product = _made("sums step rows out out_step bias groups powers", _finish_product)
 finish_gradient = _made(

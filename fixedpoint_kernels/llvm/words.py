@@ -1,13 +1,24 @@
 """Short words for LLVM vectors of float32 in memory, of which Numba intrinsics are made."""
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
+from numba import types
 from numba.core import cgutils
 
-from fixedpoint_kernels.llvm.vectors import F32, I16, I32, I64, Vector, has_avx512, has_bfloat16
+from fixedpoint_kernels.llvm.vectors import (
+    F32,
+    I16,
+    I32,
+    I64,
+    Vector,
+    has_avx512,
+    has_bfloat16,
+    intrinsic,
+)
 
-__all__ = ["Words"]
+__all__ = ["Words", "made_of"]
 
 
 class Words:
@@ -124,6 +135,30 @@ class Words:
     def there(self, number: Any) -> Any:
         """Begin what is done only where a number is not 0."""
         return self.builder.if_then(self.is_set(number))
+
+
+def made_of(
+    words: Callable[[Any], Words], names: str, body: Callable[..., Any], floats: int = 0
+) -> Any:
+    """Return an intrinsic that returns an int64.
+
+    Args:
+        words: Made of llvmlite's builder.
+        names: Of what it takes: int64, and at last float32.
+        body: Takes words and values; where it returns nothing, the intrinsic returns 0.
+        floats: How many of the last are float32.
+    """
+    count = len(names.split())
+
+    def codegen(_context, builder, _signature, arguments):
+        found = body(words(builder), *arguments)
+        return I64(0) if found is None else found
+
+    signature = types.int64(*[types.int64] * (count - floats), *[types.float32] * floats)
+    scope = {"made": (signature, codegen)}
+    exec(f"def typing(_context, {', '.join(names.split())}): return made", scope)
+    typing: Any = scope["typing"]
+    return intrinsic(typing)
 
 
 def _widened(short: Vector) -> Vector:

@@ -1,6 +1,7 @@
 """Weights that somebody moved far from the numbers of their format: a batch norm was folded into them, say."""
 
 from collections.abc import Iterable
+from typing import cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -37,7 +38,7 @@ class Strayed:
 
     def look(self) -> None:
         """Warn once of each layer whose weight counts as another."""
-        weights = [own["weight"] for own in self._tables]
+        weights = cast("list[Tensor]", [own["weight"] for own in self._tables])
         now = list(zip(versions_of(weights), map(Tensor.data_ptr, weights), strict=True))
         if now == self._before:
             return
