@@ -239,14 +239,16 @@ def division(settings: Division = Division()) -> Option:  # noqa: B008  frozen
     """Return the option that compresses what convolution, linear and normalisation layers keep.
 
     Step functions and dropout keep a mask of 1 bit, max pooling 8 bits an index, average pooling
-    nothing. A tensor that several layers keep is compressed once. Everything else stays.
+    nothing. A tensor that several layers keep is compressed once, but for batch norm of ``(batch,
+    channels)``, whose planes are channels. Everything else stays, also what group norm keeps of that
+    shape: how many groups there are, each with a range, is not known here.
     """
 
     def size(kept: SavedStorage) -> int:
         parts = [divided(kept, s, settings) for s in kept.savers]
         if None in parts:
             return kept.size_bytes
-        compressed = {p for p in parts if p and p[0] in ("map", "rows")}
+        compressed = {p for p in parts if p and p[0] in ("map", "rows", "columns")}
         masks = [p for p in parts if p and p[0] == "mask"]
         return sum(p[1] for p in [*compressed, *masks])
 
@@ -258,6 +260,9 @@ def divided(kept: SavedStorage, saver: Saver, settings: Division) -> tuple[str, 
     is_map = math.prod(kept.shape) == kept.elements and len(kept.shape) > 1
     if saver.kind == "linear" and is_map and settings.rows is not None:
         return "rows", settings.linear_bytes(kept.shape, kept.itemsize)
+    if saver.op in ("batch_norm", "group_norm") and is_map and math.prod(kept.shape[2:]) == 1:
+        planes = 1, kept.shape[1], 1, kept.shape[0]
+        return ("columns", settings.size_bytes(planes)) if saver.op == "batch_norm" else None
     if saver.kind in COMPRESSED and is_map:
         return "map", settings.size_bytes(kept.shape)
     if _is_stepwise(saver) or saver.kind == "dropout":

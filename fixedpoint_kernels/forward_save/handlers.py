@@ -49,11 +49,16 @@ class Keeper:
         """Return what makes functions keep less that a function calls by itself."""
         raise NotImplementedError
 
-    def pack(self, x: Tensor, dtype: torch.dtype | None = None, *, times: int = 1) -> maps.Packed:
-        """Return ``x`` in ``times`` the bits, or as it is: a parameter, or where that takes no less."""
+    def pack(
+        self, x: Tensor, dtype: torch.dtype | None = None, *, times: int = 1, most: int = 3
+    ) -> maps.Packed:
+        """Return ``x`` in ``times`` the bits, or as it is: a parameter, or where that takes no less.
+
+        A plane has no more than ``most`` dimensions.
+        """
         settings = self.division
         finer = settings and replace(settings, bits=min(FINEST, times * settings.bits), rows=None)
-        return self._pack(x, max(1, min(x.dim() - 2, 3)), finer, dtype)
+        return self._pack(x, max(1, min(x.dim() - 2, most)), finer, dtype)
 
     def pack_shares(self, x: Tensor) -> maps.Packed:
         """Return what a softmax gave in 8 bits, or as it is.
@@ -294,7 +299,8 @@ def _norm(
     x, weight = given["input"], given.get("weight")
     if not _is_trained(x, *([] if weight is None else [weight])) or maps.is_parameter(x):
         return NotImplemented
-    return run(**given, pack=scope.pack)
+    most = len(given.get("normalized_shape", range(3)))  # each row has statistics of its own
+    return run(**given, pack=partial(scope.pack, most=most))
 
 
 FOR_WEIGHTS = {

@@ -47,6 +47,10 @@ class Divided(nn.Module):
         """Return how many trailing dimensions of ``x`` make up a plane: features alone."""
         return 1
 
+    def arranged(self, x: Tensor) -> Tensor:
+        """Return the input as it is packed."""
+        return x
+
     def _pack(self, x: Tensor, dtype: torch.dtype | None = None) -> maps.Packed:
         if isinstance(base_of(x), nn.Parameter):  # it is there anyway
             return maps.whole(x)

@@ -67,6 +67,11 @@ class Form(NamedTuple):
     is_channels_last: bool
     rows: int = 0
 
+    @property
+    def plane(self) -> int:
+        """Elements of a plane."""
+        return math.prod(self.packed_shape[-self.spatial :])
+
 
 class Packed(NamedTuple):
     """Activations: three tensors to save for backward, and what they are.
@@ -174,9 +179,11 @@ def pack(
     known: dict[object, _Known] = vars(memory).setdefault(MEMORY, {})
     entry = known.get(key)
     found = None if entry is None or (is_given and entry.is_over(by)) else entry.packed()
-    if entry is not None and found is not None and found.form is not None:
+    form = None if found is None else found.form
+    is_grouped = settings.method == "per_group"  # which knows no planes
+    if entry and found and form and (is_grouped or form.plane <= math.prod(x.shape[-spatial:])):
         entry.by.add(by)
-        form = found.form._replace(shape=tuple(x.shape), dtype=dtype or x.dtype)
+        form = form._replace(shape=tuple(x.shape), dtype=dtype or x.dtype)
         return found._replace(form=form)
     for old in [key for key, packed in known.items() if packed.packed() is None]:
         del known[old]
@@ -219,7 +226,7 @@ class _Known(NamedTuple):
 
 
 def _place(x: Tensor) -> tuple[object, ...]:
-    """Return where ``x`` lies; who packs first decides what the planes are."""
+    """Return where ``x`` lies; who packs first decides the planes, but for those who need smaller ones."""
     place = version_of(x), x.dtype, x.storage_offset(), x.is_neg()
     return (*place, x.numel()) if x.is_contiguous() else (*place, tuple(x.shape), x.stride())
 

@@ -264,6 +264,7 @@ def returned_errors(
 def _error(module: nn.Module, x: Tensor, settings: conversion.Settings, noise: Tensor) -> float:
     few_bit, division = settings
     if isinstance(module, Divided) and division:
+        x = module.arranged(x)
         packed = maps.pack(x, module.spatial(x), division, noise)
         return _relative(maps.restore(_parts(packed), packed.form), x, isinstance(module, CENTRED))
     if isinstance(module, Scoped) and division:

@@ -11,9 +11,38 @@ from fixedpoint_kernels._torch_private.tensors import batch_norm as native_batch
 from fixedpoint_kernels.forward_save import maps
 from fixedpoint_kernels.once import once_differentiable
 
-__all__ = ["RMS", "BatchNorm", "FrozenBatchNorm", "GroupNorm", "LayerNorm", "RMSNorm"]
+__all__ = [
+    "RMS",
+    "BatchNorm",
+    "FrozenBatchNorm",
+    "GroupNorm",
+    "LayerNorm",
+    "RMSNorm",
+    "by_channel",
+    "by_group",
+]
 
 aten = torch.ops.aten
+
+
+def by_channel(x: Tensor) -> Tensor:
+    """Return ``x``, or where it has no pixels a view with the batch as pixels, ``(1, channels, 1, batch)``.
+
+    Gradients are divided by each channel's deviation, so no plane may have several channels. The
+    view has channels last in memory, which is read without a copy.
+    """
+    return x if _has_pixels(x.shape) else x.flatten(1).t()[None, :, None]
+
+
+def by_group(x: Tensor, groups: int) -> Tensor:
+    """Return ``x``, or a view ``(batch, groups, channels of a group)`` where it has no pixels."""
+    if _has_pixels(x.shape) or groups < 1 or x.shape[1] % groups:  # torch says what is wrong
+        return x
+    return x.flatten(1).unflatten(1, (groups, -1))
+
+
+def _has_pixels(shape: torch.Size) -> bool:
+    return len(shape) < 2 or shape[2:].numel() != 1
 
 
 class BatchNorm(torch.autograd.Function):
@@ -35,7 +64,7 @@ class BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         """Return gradients, as far as what was kept goes."""
         weight, mean, scale, *parts = ctx.saved_tensors
-        x, needed = maps.restore(parts, ctx.form), list(ctx.needs_input_grad[:3])
+        x, needed = _by_sample(parts, ctx.form, grad.shape), list(ctx.needs_input_grad[:3])
         gradients = aten.native_batch_norm_backward(
             grad, x, weight, None, None, mean, scale, True, ctx.eps, needed
         )
@@ -60,7 +89,8 @@ class FrozenBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         """Return gradients, as far as what was kept goes."""
         weight, mean, variance, *parts = ctx.saved_tensors
-        x = maps.restore(parts, ctx.form) if ctx.is_kept else grad.new_empty(ctx.shape)
+        shape = ctx.shape
+        x = _by_sample(parts, ctx.form, shape) if ctx.is_kept else grad.new_empty(shape)
         needed = list(ctx.needs_input_grad[:3])
         gradients = aten.native_batch_norm_backward(
             *(grad, x, weight, mean, variance, None, None, False, ctx.eps, needed)
@@ -116,7 +146,8 @@ class GroupNorm(torch.autograd.Function):
         """Return gradients, as far as what was kept goes."""
         weight, mean, scale, *parts = ctx.saved_tensors
         needed = list(ctx.needs_input_grad[:3])
-        x = maps.restore(parts, ctx.form).to(grad.dtype).contiguous(memory_format=ctx.order)
+        x = maps.restore(parts, ctx.form).to(grad.dtype).reshape(grad.shape)
+        x = x.contiguous(memory_format=ctx.order)
         grad = grad.contiguous(memory_format=ctx.order)
         gradients = aten.native_group_norm_backward(
             grad, x, mean, scale, weight, *ctx.sizes, ctx.groups, needed
@@ -170,6 +201,12 @@ class RMSNorm(torch.autograd.Function):
         if weight is not None and ctx.needs_input_grad[1]:
             dw = (wide * normal).reshape(-1, *weight.shape).sum(0).to(weight.dtype)
         return dx, dw, *(None,) * 5
+
+
+def _by_sample(parts: list[Tensor], form: maps.Form | None, shape: torch.Size) -> Tensor:
+    """Return what was kept of ``by_channel(x)`` in the shape of ``x``."""
+    x = maps.restore(parts, form)
+    return x if _has_pixels(shape) else x[0, :, 0].t().reshape(shape)
 
 
 def _last(count: int) -> tuple[int, ...]:

@@ -34,6 +34,10 @@ class BatchNorm(Divided):
         """Return all dimensions but batch and channels; features where there are none."""
         return max(1, x.dim() - 2)
 
+    def arranged(self, x: Tensor) -> Tensor:
+        """Return the input with a plane a channel, where it has no pixels."""
+        return functions.by_channel(x)
+
     def forward(self: Any, input: Tensor) -> Tensor:
         """Return torch's own, and move the running statistics as torch does."""
         others = self.running_mean, self.running_var, self.weight, self.bias
@@ -61,6 +65,10 @@ class GroupNorm(Divided):
     def spatial(self, x: Tensor) -> int:
         """Return all dimensions but batch and channels; features where there are none."""
         return max(1, x.dim() - 2)
+
+    def arranged(self: Any, x: Tensor) -> Tensor:
+        """Return the input with a plane a group, where it has no pixels."""
+        return functions.by_group(x, self.num_groups)
 
     def forward(self: Any, input: Tensor) -> Tensor:
         """Return torch's own."""
@@ -113,10 +121,10 @@ def batch_norm(  # noqa: PLR0913  torch's own arguments
     if training:
         if _is_refused(input, (*running, weight, bias)):
             return F.batch_norm(input, *running, weight, bias, True, momentum, eps)
-        kept = pack(input, None)
+        kept = pack(functions.by_channel(input), None)
         return functions.BatchNorm.apply(input, weight, bias, *kept, running, (momentum, eps))  # pyright: ignore
     is_needed = weight is not None and weight.requires_grad
-    kept = pack(input, None) if is_needed else maps.NOTHING
+    kept = pack(functions.by_channel(input), None) if is_needed else maps.NOTHING
     return functions.FrozenBatchNorm.apply(input, weight, bias, *running, eps, *kept)  # pyright: ignore
 
 
@@ -148,7 +156,10 @@ def group_norm(
     """Return ``F.group_norm``."""
     one = 1, input.shape[1], 2
     whole = _cast(input, lambda: F.group_norm(input.new_zeros(one), num_groups))
-    kept = pack(input, whole.dtype)
+    rows = functions.by_group(input, num_groups)
+    # a number less itself is 0, of which noise would be all
+    is_alone = input.shape[1:].numel() == num_groups
+    kept = maps.whole(input) if is_alone else pack(rows, whole.dtype)
     return functions.GroupNorm.apply(whole, weight, bias, *kept, num_groups, eps)  # pyright: ignore
 
 

@@ -47,7 +47,24 @@ FUNCTIONS = {
     "group norm": lambda x, p: F.group_norm(x, 3, p[4], p[4]),
     "batch norm": lambda x, p: F.batch_norm(x, None, None, p[4], p[4], training=True),
     "frozen batch norm": lambda x, p: F.batch_norm(x, p[4].detach(), p[4].detach().exp(), p[4]),
+    "layer norm of pixels": lambda x, p: F.layer_norm(scaled(x), (8,), p[0], p[0]),
+    "group norm of features": lambda x, p: F.group_norm(scaled(x)[0, 0].T, 4),
+    "batch norm of features": lambda x, p: F.batch_norm(features(x), None, None, training=True),
+    "frozen batch norm of features": lambda x, p: F.batch_norm(
+        features(x), torch.zeros(16), SCALES.square(), p[2][0]
+    ),
 }
+SCALES = 10 ** torch.linspace(-2, 4, 16)
+
+
+def scaled(x):
+    """Return ``x`` with rows of several scales."""
+    return x * SCALES[:, None]
+
+
+def features(x):
+    """Return samples without pixels whose columns have several scales."""
+    return scaled(x).mT.flatten(0, 2)
 
 
 def parameters():

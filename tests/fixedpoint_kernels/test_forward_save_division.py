@@ -112,6 +112,58 @@ def test_a_tensor_that_two_layers_keep_is_packed_once():
     assert forward_save.state(model) == {"seed": 0, "count": 4}
 
 
+def of_one_norm(make, x, bits):
+    """Return gradients of input and parameters, with the layer converted and exact."""
+    noise, found = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)), []
+    for settings in ({"division": {"bits": bits}}, None):
+        model, given = nn.Sequential(nn.Identity(), make()), x.clone().requires_grad_()
+        if settings:
+            forward_save.convert(model, **settings)
+        (model(given) * noise).sum().backward()
+        found.append([given.grad, *(p.grad for p in model.parameters())])
+    return found
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (32, 32), (64, 32, 1, 1)])
+@pytest.mark.parametrize(("bits", "bound"), [(2, 1.0), (8, 0.02)])  # 3 and 255 steps of a range
+def test_columns_of_several_scales_have_a_range_each(shape, bits, bound):
+    scales = 10 ** torch.linspace(-2, 4, 32)
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))[: shape[0]] * scales
+    norm = {2: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)]
+    got, want = of_one_norm(lambda: norm(32), x.view(shape), bits)
+    for a, b in zip(got, want, strict=True):
+        assert error(a, b) < bound
+
+
+@pytest.mark.parametrize("groups", [8, 64, 128])
+@pytest.mark.parametrize(("bits", "bound"), [(2, 1.0), (8, 0.02)])  # 3 and 255 steps of a range
+@pytest.mark.parametrize("pixels", [(), (1, 1)])
+def test_groups_without_pixels_have_a_range_each(groups, bits, bound, pixels):
+    x = torch.randn(64, 256, *pixels, generator=torch.Generator().manual_seed(0))
+    got, want = of_one_norm(lambda: nn.GroupNorm(groups, 256), x, bits)
+    for a, b in zip(got, want, strict=True):
+        assert error(a, b) < bound
+
+
+def test_groups_of_one_number_are_exact():
+    got, want = of_one_norm(lambda: nn.GroupNorm(64, 64), torch.randn(8, 64), 2)
+    exact_bits(got, want)
+
+
+def test_a_norm_does_not_take_a_pack_whose_planes_are_coarser():
+    """The linear layer packs rows of all groups before the norm asks for its own."""
+    torch.manual_seed(0)
+    linear, norm = nn.Linear(256, 1), nn.GroupNorm(64, 256)
+    model = nn.ModuleList([linear, norm])
+    x = torch.randn(64, 256, requires_grad=True)
+    (want,) = torch.autograd.grad(norm(x * 1).pow(3).sum(), x)
+    forward_save.convert(model, division={"bits": 8})
+    y = x * 1
+    loss = 0 * linear(y).sum() + norm(y).pow(3).sum()
+    assert error(torch.autograd.grad(loss, x)[0], want) < 0.05
+    assert forward_save.state(model)["count"] == 2
+
+
 def test_a_tensor_written_to_is_packed_again():
     class Model(nn.Module):
         def __init__(self):

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import marvin
-from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels import FixedPoint, forward_save
 from perfmodel import memory
 from perfmodel.forward_save import Division, few_bit_bytes
 from perfmodel.memory import (
@@ -211,6 +211,21 @@ def test_division_compresses_once_and_keeps_masks():
     assert option(kept("avg_pool2d")) == 0
     assert option(kept("conv2d", "mul")) == option(kept("gelu")) == 1536
     assert option(kept("batch_norm", shape=(3,))) == 12
+
+
+def test_division_of_norms_without_pixels():
+    """Batch norm packs channels, not rows; of how many groups nothing is known here."""
+    columns = 8 * (3 * 2 + 5 + 4)
+    assert division()(kept("batch_norm", shape=(20, 8))) == columns
+    assert division()(kept("batch_norm", shape=(20, 8, 1, 1))) == columns
+    both = columns + 20 * (2 + 2 + 4)
+    assert division()(kept("batch_norm", "linear", shape=(20, 8))) == both
+    assert division()(kept("group_norm", shape=(20, 8))) == 4 * 20 * 8
+    model = nn.Sequential(nn.Identity(), nn.BatchNorm1d(8))
+    exact = saved_bytes(model, torch.randn(20, 8, requires_grad=True))
+    forward_save.convert(model, division=True)
+    found = saved_bytes(model, torch.randn(20, 8, requires_grad=True), measure=True)
+    assert exact.with_option(division()) == found.total_bytes
 
 
 def test_division_at_the_edge():
