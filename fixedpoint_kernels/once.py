@@ -22,8 +22,8 @@ def once_differentiable(
 
     ``torch.autograd.function.once_differentiable`` passes them as constants where the gradient that
     comes in is one, as in ``torch.autograd.grad(model(x).sum(), x, create_graph=True)``: the penalty
-    of a critic would then change nothing, and nobody would be told. It is right, and enough, where
-    a gradient depends on nothing else, as that of dropout does.
+    of a critic would then change nothing, and nobody would be told. Where the gradient that comes in
+    is none, it hides from what that is made of.
 
     Args:
         backward: Of a ``torch.autograd.Function``.

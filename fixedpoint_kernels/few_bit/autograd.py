@@ -104,6 +104,13 @@ class _FewBit(torch.autograd.Function):
         return _input_gradient(ctx, grad), None
 
 
+def product(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:
+    """Return ``decode``, which may be differentiated by ``grad`` where the table is exact."""
+    if torch.is_grad_enabled():
+        return _Product.apply(grad, planes, table, dtype)  # pyright: ignore[reportReturnType]
+    return decode(grad, planes, table, dtype)
+
+
 def _input_gradient(ctx: Any, grad: Tensor) -> Tensor:
     (planes,) = ctx.saved_tensors
     own = grad if ctx.order is None else laid(grad, ctx.order)

@@ -1,4 +1,7 @@
-"""Dropout and pooling that keep a mask, a small index, or only shapes; their gradients are exact."""
+"""Dropout and pooling that keep a mask, a small index, or only shapes; their derivatives are exact.
+
+Backward is linear in the gradient, and made of what autograd can differentiate in turn.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fixedpoint_kernels._torch_private.compiling import compiled_as_constant
 from fixedpoint_kernels._torch_private.tensors import adaptive_avg_pool_backward
 from fixedpoint_kernels.few_bit import operators
+from fixedpoint_kernels.few_bit.autograd import product
 from fixedpoint_kernels.few_bit.functional import table_key
 from fixedpoint_kernels.forward_save import maps
 from fixedpoint_kernels.forward_save.in_place import overwrite
@@ -115,11 +118,10 @@ class _Dropout(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         (planes,) = ctx.saved_tensors
         ordered = grad.permute(ctx.order)
-        kept = operators.decode(ordered, planes, ctx.table, grad.dtype)
+        kept = product(ordered, planes, ctx.table, grad.dtype)
         back = [ctx.order.index(i) for i in range(grad.dim())]
         return (kept * ctx.scale).permute(back), None
 
@@ -175,7 +177,6 @@ class _MaxPool(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         (places,) = ctx.saved_tensors
         spatial = len(ctx.sides)
@@ -222,7 +223,6 @@ class _AvgPool(torch.autograd.Function):
         return (F.avg_pool2d if len(numbers[0]) == 2 else F.avg_pool3d)(x, *numbers)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         is_2d = len(ctx.numbers[0]) == 2
         backward = aten.avg_pool2d_backward if is_2d else aten.avg_pool3d_backward
@@ -236,7 +236,6 @@ class _AdaptiveAvgPool(torch.autograd.Function):
         return (F.adaptive_avg_pool2d if spatial == 2 else F.adaptive_avg_pool3d)(x, size)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         return adaptive_avg_pool_backward(grad, _like(ctx, grad), ctx.spatial), None, None
 

@@ -347,6 +347,54 @@ def test_hessians_are_refused():
         torch.autograd.functional.hessian(lambda x: layer(x).sum(), torch.randn(3, 8))
 
 
+EXACT = {
+    "dropout": (nn.Dropout(0.3), (2, 3, 8, 8)),
+    "max pool": (nn.MaxPool2d(3, 2, 1), (2, 3, 8, 8)),
+    "max pool, 1-D": (nn.MaxPool1d(2), (2, 3, 8)),
+    "mean pool": (nn.AvgPool2d(2), (2, 3, 8, 8)),
+    "mean pool, 3-D": (nn.AvgPool3d(2), (2, 3, 4, 4, 4)),
+    "adaptive pool": (nn.AdaptiveAvgPool2d(3), (2, 3, 8, 8)),
+    "adaptive pool, 3-D": (nn.AdaptiveAvgPool3d(3), (2, 3, 4, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("name", EXACT)
+def test_second_derivatives_go_through_what_is_exact(name, is_last):
+    layer, shape = EXACT[name]
+    if is_last and len(shape) != 4:
+        pytest.skip("channels last is of four dimensions")
+    torch.manual_seed(3)
+    x, v = torch.randn(shape), torch.randn(shape)
+    if is_last:
+        x = x.to(memory_format=torch.channels_last)
+    found = []
+    for settings in ({"division": True}, None):
+        model = nn.Sequential(copy.deepcopy(layer))
+        if settings:
+            forward_save.convert(model, **settings)
+
+        def loss(x, model=model):
+            torch.manual_seed(4)
+            return model(x).exp().sum()
+
+        found.append(torch.autograd.functional.vhp(loss, x, v)[1])
+    got, want = found
+    assert want.norm() > 0
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)  # sums in another order
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_few_bits_behind_what_is_exact_refuse_to_be_differentiated_twice(name):
+    layer, shape = EXACT[name]
+    model = nn.Sequential(copy.deepcopy(layer), nn.Flatten(), nn.LazyLinear(2), nn.Tanh())
+    x = torch.randn(shape)
+    model(x)
+    forward_save.convert(model, few_bit=3, division=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.functional.hessian(lambda x: model(x).square().sum(), x)
+
+
 LAYERS = {
     "linear": (nn.Linear(8, 4), (3, 8)),
     "convolution": (nn.Conv1d(2, 4, 3), (3, 2, 8)),
