@@ -83,10 +83,13 @@ def decompress(compressed: Compressed) -> Tensor:
         Shape, dtype and device of the activations; contiguous, or channels last where they were.
 
     Raises:
-        TypeError: A tensor does not lie in memory; a number of the layout is not an integer.
+        TypeError: ``compressed`` is not what ``compress`` returned; a tensor does not lie in memory; a number of the layout is not an integer.
         ValueError: The tensors are not those of the layout, which may have numbers out of range;
             a storage was freed.
     """
+    if not isinstance(compressed, Compressed):
+        came = type(compressed).__name__
+        raise TypeError(f"decompress takes what division.compress returned, got {came}")
     layout = compressed.layout
     return operators.decompress(
         *compressed.tensors,

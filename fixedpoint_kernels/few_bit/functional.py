@@ -102,10 +102,23 @@ def refuse_inplace(inplace: bool) -> None:
 
 
 def run(name: str, x: Tensor, parameters: Parameters, bits: int, weight: Weight) -> Tensor:
-    """Return an activation's value, which keeps ``bits`` bits an element for backward."""
+    """Return an activation's value, which keeps ``bits`` bits an element for backward.
+
+    Raises:
+        TypeError: ``x`` is no tensor, or of integers that torch's own does not take.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} takes a tensor, got {type(x).__name__}: write torch.as_tensor(x)")
     find = _found if torch.compiler.is_compiling() else _remembered
     function, key, fused = find(name, parameters, bits, weight)
-    return apply(function, x, key, fused)
+    if x.is_floating_point():
+        return apply(function, x, key, fused)
+    try:
+        return apply(function, x, key, fused)
+    except NotImplementedError as error:
+        raise TypeError(
+            f"{name} takes a floating tensor, got {x.dtype}: write x.float()"
+        ) from error
 
 
 def _found(
@@ -116,7 +129,7 @@ def _found(
     return function_of(name, parameters), key, fused_of(name, parameters)
 
 
-_remembered = lru_cache(maxsize=256)(_found)
+_remembered = lru_cache(maxsize=256, typed=True)(_found)  # True is no 1
 
 
 @compiled_as_constant

@@ -31,6 +31,11 @@ class _FewBit(nn.Module):
     ) -> None:
         super().__init__(*arguments, **named)
         functional.refuse_inplace(getattr(self, "inplace", False))
+        approximate = getattr(self, "approximate", "none")
+        if approximate not in ("none", "tanh"):
+            raise ValueError(
+                f"approximate must be 'none' or 'tanh', got {approximate!r}: bits are a keyword, bits=3"
+            )
         self.bits = checked_bits(self._entry.bits if bits is None else bits)
         self.weight = weight
 

@@ -43,7 +43,7 @@ def _with_parameters(function: Callable[..., Tensor], parameters: Parameters, x:
     return function(x, *parameters)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256, typed=True)  # True is no 1
 def table_of(name: str, parameters: Parameters, bits: int, weight: Weight) -> Table:
     """Return the exact table, the one that ships, or else solve for it.
 

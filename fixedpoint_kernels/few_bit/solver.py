@@ -27,7 +27,10 @@ def solve_function(
 ) -> Table:
     """See ``fixedpoint_kernels.few_bit.solve``."""
     count = 1 << checked_bits(bits)
-    low, high = map(float, interval)
+    try:
+        low, high = map(float, interval)
+    except (TypeError, ValueError):
+        low = high = math.nan
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(f"interval must be two finite ascending numbers, got {interval}")
     if codes not in get_args(Codes):
@@ -60,10 +63,9 @@ def checked_bits(bits: int) -> int:
         TypeError: ``bits`` is no integer.
         ValueError: It is not 1 to 8.
     """
-    try:
-        value = operator.index(bits)
-    except TypeError:
-        raise TypeError(f"bits must be an integer, got {bits!r}") from None
+    if isinstance(bits, bool) or not hasattr(bits, "__index__"):
+        raise TypeError(f"bits must be an integer, got {bits!r}")
+    value = operator.index(bits)
     if not 1 <= value <= 8:
         raise ValueError(f"bits must be 1 to 8, got bits={value}")
     return value

@@ -83,17 +83,17 @@ def convert(  # noqa: PLR0913  each is one choice of the user
         What was replaced, what was not and why; print it.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is no module, ``plan`` no plan, or the sample none of these.
         ValueError: Nothing is asked for, there is nothing to convert, or the model was converted
             before; a setting is out of range; the plan is of another model, or compiles a model
             that is compiled already.
     """
-    if not isinstance(model, nn.Module):
-        came = type(model).__name__
-        raise TypeError(f"convert needs a model (torch.nn.Module) first, got {came}")
+    swap.check_model(model, "convert")
     settings = few_bit_settings(few_bit), division_settings(division)
     if (settings == (None, None)) == (plan is None):
         raise ValueError("convert needs few_bit and division, one of them, or a plan alone")
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"plan must be what forward_save.plan returned, got {plan!r}")
     refuse_converted(model)
     memory_budget = plan and plan.memory_budget
     if memory_budget is not None and compiling.is_compiled(model):
@@ -124,8 +124,10 @@ def revert(model: nn.Module) -> None:
     """Undo ``convert``: every module gets its own class back, and is not compiled.
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: No module is converted, or the class of one was changed since.
     """
+    swap.check_model(model, "revert")
     converted = {name: m for name, m in model.named_modules() if swap.is_converted(m)}
     if not converted:
         raise ValueError("the model must have converted layers to revert, got none")

@@ -70,8 +70,13 @@ def register(
         offset: Added to ``weight``, as Gemma's norms do with 1.
 
     Raises:
-        ValueError: ``kind`` or ``name`` is unknown.
+        TypeError: ``cls`` is neither a class nor a text.
+        ValueError: ``kind`` or ``name`` is unknown, or a path has no module.
     """
+    if not isinstance(cls, str | type):
+        raise TypeError(f"cls must be a class, or its path as text, got {type(cls).__name__}")
+    if isinstance(cls, str) and "." not in cls:
+        raise ValueError(f"a class must be told with its module, 'module.Class', got {cls!r}")
     if kind not in get_args(Kind):
         raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}, got {kind!r}")
     if name and name not in NAMES:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from fixedpoint_kernels.forward_save.swap import check_model
 from fixedpoint_kernels.philox import Key
 
 __all__ = ["load_state", "new_noise", "state"]
@@ -25,8 +26,10 @@ def state(model: nn.Module) -> dict[str, int]:
     """Return what decides the noise to come: ``seed`` and ``count``; empty where there is none.
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: Parts of ``model`` were converted one by one.
     """
+    check_model(model, "state")
     found = _noise(model)
     if found is None:
         return {}
@@ -38,9 +41,11 @@ def load_state(model: nn.Module, state: Mapping[str, int]) -> None:
     """Continue the noise from what ``state`` returned.
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: ``state`` is of another kind of conversion, or parts of ``model`` were converted
             one by one.
     """
+    check_model(model, "load_state")
     found = _noise(model)
     wanted = set() if found is None else {"seed", "count"}
     if set(state) != wanted:

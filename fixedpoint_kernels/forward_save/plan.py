@@ -18,6 +18,7 @@ from fixedpoint_kernels.forward_save import (
     peak,
     sample,
     search,
+    swap,
 )
 from fixedpoint_kernels.forward_save.choices import choose
 from fixedpoint_kernels.forward_save.ledger import EXACT, Group, Ledger, State, is_inside
@@ -121,7 +122,7 @@ def plan(  # noqa: PLR0913  each is one choice of the user
         The plan; ``convert(model, plan=plan)`` applies it.
 
     Raises:
-        TypeError: There is no sample, or one in two forms.
+        TypeError: ``model`` is no module; there is no sample, one in two forms, or of another type.
         ValueError: The budget was not met by anything found (the message has the least bytes that were), there is
             none or it is no number, a choice is unknown, the model is in eval mode, converted, or
             has nothing to convert; with ``"offload"``, the model is not on a GPU; with
@@ -132,6 +133,7 @@ def plan(  # noqa: PLR0913  each is one choice of the user
     for name, value in (("budget_bytes", budget_bytes), ("peak_bytes", peak_bytes)):
         if value is not None and not (isinstance(value, int | float) and value >= 0):  # nor NaN
             raise ValueError(f"{name} must be a number of bytes, 0 or more, got {value!r}")
+    swap.check_model(model, "plan")
     if not model.training:
         raise ValueError("a plan needs the model in training mode, got eval mode")
     conversion.refuse_converted(model)

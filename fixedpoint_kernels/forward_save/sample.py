@@ -83,7 +83,7 @@ def given(
     """Return a sample as arguments by position and by keyword.
 
     Raises:
-        TypeError: There is no sample, or one of either form.
+        TypeError: There is no sample, one of either form, or one of another type.
     """
     by_name = dict(sample_kwargs or {})
     if (sample_input is None) == (not sample_args and not by_name):
@@ -95,7 +95,14 @@ def given(
         return sample_input
     if isinstance(sample_input, Mapping):
         return Given((), dict(sample_input))
-    return Given((sample_input,) if isinstance(sample_input, Tensor) else tuple(sample_input))
+    if isinstance(sample_input, Tensor):
+        return Given((sample_input,))
+    if isinstance(sample_input, str) or not isinstance(sample_input, Sequence):
+        raise TypeError(
+            "a sample must be a tensor, a tuple of arguments or a mapping of keywords, got "
+            f"{type(sample_input).__name__}: write torch.from_numpy(x) for an array of NumPy"
+        )
+    return Given(tuple(sample_input))
 
 
 def observe(model: nn.Module, inputs: Inputs, taken: Iterable[str] = ()) -> ForwardPass:

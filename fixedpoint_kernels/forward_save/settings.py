@@ -42,8 +42,6 @@ class FewBit:
     weight: Weight = "uniform"
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool):
-            raise TypeError(f"bits must be an integer, got {self.bits!r}")
         checked_bits(self.bits)
         if not (callable(self.weight) or self.weight in ("uniform", "normal")):
             raise ValueError(
@@ -75,7 +73,10 @@ class Division:
 
     def __post_init__(self) -> None:
         if type(self.block) is not int or self.block < 1:
-            raise ValueError(f"block must be a whole number of at least 1, got {self.block!r}")
+            raise ValueError(
+                f"block must be a whole number of at least 1, got {self.block!r}: without means, "
+                "write {'method': 'fixed'}"
+            )
         if type(self.bits) is not int or self.bits not in BITS:
             raise ValueError(f"bits of division must be one of {BITS}, got {self.bits!r}")
         if self.method not in METHODS:

@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.fx import GraphModule
 
-__all__ = ["Converted", "Undo", "is_converted", "is_restorable", "restore_", "swap_", "undo_of"]
+__all__ = [
+    "Converted",
+    "Undo",
+    "check_model",
+    "is_converted",
+    "is_restorable",
+    "restore_",
+    "swap_",
+    "undo_of",
+]
 
 UNDO = "_forward_save_undo"
 
@@ -40,6 +49,13 @@ class Undo(NamedTuple):
 class Converted(nn.Module):
     """First base of every converted class."""
 
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse ``torch.jit.script`` by name, which asks for this first."""
+        raise RuntimeError(
+            "torch.jit.script cannot compile models that keep less for backward: call "
+            "forward_save.revert(model) first"
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         undo = vars(self)[UNDO]
         if _has_own_reduce(undo.original):
@@ -49,6 +65,17 @@ class Converted(nn.Module):
             return _made_again, (make, given, undo.bases, attributes), *rest
         _, _, *rest = super().__reduce_ex__(protocol)  # the class is made at run time: name parts
         return _blank, (undo.bases, undo.original), *rest
+
+
+def check_model(model: object, name: str) -> None:
+    """Refuse what is no model where a function, of this name, takes one first.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not isinstance(model, nn.Module):
+        came = type(model).__name__
+        raise TypeError(f"{name} needs a model (torch.nn.Module) first, got {came}")
 
 
 def swap_(module: nn.Module, bases: tuple[type, ...], attributes: dict[str, Any]) -> None:

@@ -240,6 +240,8 @@ def test_refused_options(options, error, message):
 
 
 def test_refused_tensors():
+    with pytest.raises(TypeError, match=r"what division\.compress returned, got Tensor"):
+        division.decompress(torch.ones(3))  # pyright: ignore
     for dtype in (torch.int32, torch.complex64, torch.bool):
         with pytest.raises(TypeError, match=f"float tensor of 16, 32 or 64 bits, got {dtype}"):
             division.compress(torch.zeros(2, 2, dtype=dtype))

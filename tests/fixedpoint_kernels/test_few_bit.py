@@ -403,6 +403,11 @@ def test_modules_are_torchs_and_survive_copies():
     ("call", "error", "message"),
     [
         (lambda: few_bit.GELU(bits=9), ValueError, "bits must be 1 to 8, got bits=9"),
+        (lambda: few_bit.GELU(3), ValueError, "approximate must be .* got 3: .* bits=3"),
+        (lambda: few_bit.gelu(torch.ones(2), bits=True), TypeError, "an integer, got True"),
+        (lambda: few_bit.gelu(torch.arange(3)), TypeError, "floating tensor, got torch.int64"),
+        (lambda: few_bit.gelu(torch.ones(2).numpy()), TypeError, "a tensor, got ndarray: write"),
+        (lambda: few_bit.Activation("gelu"), TypeError, "one of a tensor, .* got 'gelu'"),
         (lambda: few_bit.ReLU(True), ValueError, "out of place, got inplace=True"),
         (lambda: few_bit.silu(torch.ones(2), inplace=True), ValueError, "out of place"),
         (lambda: few_bit.Activation(nn.PReLU()), ValueError, "no parameters.*got PReLU"),
@@ -416,6 +421,12 @@ def test_modules_are_torchs_and_survive_copies():
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_true_is_no_number_of_bits():
+    few_bit.gelu(torch.ones(2), bits=1)  # which equals it, and is remembered
+    with pytest.raises(TypeError, match="an integer, got True"):
+        few_bit.gelu(torch.ones(2), bits=True)
 
 
 @pytest.mark.parametrize(

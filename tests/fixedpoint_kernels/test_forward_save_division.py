@@ -551,6 +551,51 @@ def test_bad_settings(settings, message):
         build(division=True, seed=-1)
 
 
+SAMPLE = torch.ones(4, 8).numpy()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda m: forward_save.convert(m, few_bit=True, plan=True), ValueError, "a plan alone"),
+        (lambda m: forward_save.convert(m, plan="x"), TypeError, "forward_save.plan .* got 'x'"),
+        (
+            lambda m: forward_save.convert(m, few_bit=3, sample_input=SAMPLE),
+            TypeError,
+            "a sample must be .* got ndarray: write torch.from_numpy",
+        ),
+        (
+            lambda m: forward_save.plan(m, SAMPLE, budget_bytes=100),
+            TypeError,
+            "a sample must be .* got ndarray: write torch.from_numpy",
+        ),
+        (
+            lambda m: forward_save.plan(None, SAMPLE, budget_bytes=100),
+            TypeError,
+            "plan needs a model .* got NoneType",
+        ),
+        (lambda m: forward_save.revert(None), TypeError, "revert needs a model .* got NoneType"),
+        (lambda m: forward_save.state(None), TypeError, "state needs a model .* got NoneType"),
+        (lambda m: forward_save.load_state({}, m), TypeError, "load_state needs a model .* dict"),
+    ],
+)
+def test_what_is_no_model_plan_or_sample_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call(nn.Sequential(nn.Linear(8, 8), nn.GELU()))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("settings", [{"few_bit": 3}, {"division": True}])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_jit_script_is_refused_by_name(settings, is_part):
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    forward_save.convert(model, **settings)
+    with pytest.raises(RuntimeError, match=r"torch.jit.script .* forward_save.revert\(model\)"):
+        torch.jit.script(nn.Sequential(model) if is_part else model)
+    forward_save.revert(model)
+    assert torch.jit.script(model)(torch.ones(2, 8)).shape == (2, 8)
+
+
 def test_a_map_of_complex_numbers_names_the_layer():
     model = nn.Sequential(nn.Linear(4, 4, dtype=torch.cfloat))
     forward_save.convert(model, division=DIVISION)

@@ -209,6 +209,10 @@ def test_activations_of_ones_own_compile_without_graph_breaks():
 
 
 def test_what_register_refuses():
+    with pytest.raises(ValueError, match=r"with its module, 'module.Class', got 'Nope'"):
+        forward_save.register("Nope", "activation")
+    with pytest.raises(TypeError, match="a class, or its path as text, got GELU"):
+        forward_save.register(nn.GELU(), "activation")  # pyright: ignore
     with pytest.raises(ValueError, match="kind must be one of activation, rms_norm"):
         forward_save.register(Cubic, "norm")
     with pytest.raises(ValueError, match="the name must be one of"):
