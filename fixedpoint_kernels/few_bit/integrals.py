@@ -23,6 +23,11 @@ class Integrals:
         weight: w: ``"uniform"``, ``"normal"``, or a function.
         interval: Where w counts.
         cells: Of equal width; a jump inside one cuts it.
+
+    Raises:
+        TypeError: ``function`` is none.
+        ValueError: It does not work element by element, its derivative is not finite on the
+            interval, or the weight is no such weight.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 from torch.fx import GraphModule
@@ -49,7 +49,7 @@ class Undo(NamedTuple):
 class Converted(nn.Module):
     """First base of every converted class."""
 
-    def __prepare_scriptable__(self) -> Any:
+    def __prepare_scriptable__(self) -> NoReturn:
         """Refuse ``torch.jit.script`` by name, which asks for this first."""
         raise RuntimeError(
             "torch.jit.script cannot compile models that keep less for backward: call "
