@@ -62,11 +62,13 @@ class LayerNorm(Divided):
 class GroupNorm(Divided):
     """Goes before ``nn.GroupNorm``."""
 
+    num_groups: int
+
     def spatial(self, x: Tensor) -> int:
         """Return all dimensions but batch and channels; features where there are none."""
         return max(1, x.dim() - 2)
 
-    def arranged(self: Any, x: Tensor) -> Tensor:
+    def arranged(self, x: Tensor) -> Tensor:
         """Return the input with a plane a group, where it has no pixels."""
         return functions.by_group(x, self.num_groups)
 
