@@ -261,7 +261,7 @@ def divided(kept: SavedStorage, saver: Saver, settings: Division) -> tuple[str, 
     if saver.kind == "linear" and is_map and settings.rows is not None:
         return "rows", settings.linear_bytes(kept.shape, kept.itemsize)
     if saver.op in ("batch_norm", "group_norm") and is_map and math.prod(kept.shape[2:]) == 1:
-        planes = 1, kept.shape[1], 1, kept.shape[0]
+        planes = 1, *kept.shape[1:2], 1, *kept.shape[:1]
         return ("columns", settings.size_bytes(planes)) if saver.op == "batch_norm" else None
     if saver.kind in COMPRESSED and is_map:
         return "map", settings.size_bytes(kept.shape)
