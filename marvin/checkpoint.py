@@ -1,34 +1,30 @@
 """Checkpoints of models whose parameters several processes share, for any number of processes."""
 
 import json
-import pickle
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from marvin.compact import SUFFIXES
 from marvin.quantized import Quantized
 from marvin.ranks import is_distributed, rank
 from marvin.rounder import BUFFER
+from marvin.sharded_files import METADATA, add_checksum, read_checked
 from marvin.shards import Shard, shard_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 __all__ = ["load_sharded", "save_sharded"]
 
-_RECORDS = "torch.distributed.checkpoint.metadata"
-_PLAIN = {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-}
 _STATE_OF = re.compile(r"(?:^|/)state/(\d+)/")
 
 
@@ -59,20 +55,25 @@ def save_sharded(
     from torch.distributed import checkpoint as dcp  # slow to import, and not on every system
 
     own = model.state_dict()
-    _check_tensors(own, Tensor, "the model's state")
+    if wrong := sorted(name for name, value in own.items() if not isinstance(value, Tensor)):
+        raise TypeError(
+            f"the model's state must hold tensors alone, got other values: {', '.join(wrong)}"
+        )
     tensors: dict[str, Tensor] = {}
     state = {"optimizer": optimizer.state_dict(), "extra": dict(extra or {})}
     text = json.dumps({name: _plain(value, name, tensors) for name, value in state.items()})
     plain = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     if rank() == 0:  # else files of two checkpoints would pass for one, if this is interrupted
-        (Path(folder) / ".metadata").unlink(missing_ok=True)
+        (Path(folder) / METADATA).unlink(missing_ok=True)
     if is_distributed():
         dist.barrier()
-    with _alone_is_fine():
+    with _alone_is_fine(), _with_checksums():
         dcp.save(
             {"model": own, "tensors": tensors, "plain": plain},
             checkpoint_id=str(folder),
         )
+    if rank() == 0:
+        add_checksum(Path(folder))
 
 
 def load_sharded(folder: Path | str, model: nn.Module, optimizer: Quantized) -> dict[str, Any]:
@@ -92,64 +93,93 @@ def load_sharded(folder: Path | str, model: nn.Module, optimizer: Quantized) -> 
     """
     from torch.distributed import checkpoint as dcp  # slow to import, and not on every system
 
-    path = Path(folder)
+    reader = dcp.FileSystemReader(str(folder))
     try:
-        _check_names(path / ".metadata")
-        reader = dcp.FileSystemReader(str(folder))
-        known = reader.read_metadata().state_dict_metadata
-        _check_tensors(
-            known, dcp.metadata.TensorStorageMetadata, "the folder"
-        )  # torch unpickles others
-        plain = torch.empty(known["plain"].size, dtype=torch.uint8, device="cpu")  # pyright: ignore[reportAttributeAccessIssue]
+        with _together():
+            known = read_checked(Path(folder), reader)
+            _check_model(known, model)
+        plain = torch.empty(known["plain"].size, dtype=torch.uint8, device="cpu")
         with _alone_is_fine():
             dcp.load({"plain": plain}, storage_reader=reader)
         trees = json.loads(plain.numpy().tobytes())
         names = [name for name in known if name.startswith("tensors.")]
         shards = [shard_of(p) for group in optimizer.param_groups for p in group["params"]]
         tensors = {n.removeprefix("tensors."): _target(n, known[n], shards) for n in names}
-        own = {  # earlier versions kept no formats with the model: they come with the optimizer
-            name: value
-            for name, value in model.state_dict().items()
-            if f"model.{name}" in known or name.rpartition(".")[2] != BUFFER
-        }
+        own = {n: v for n, v in model.state_dict().items() if f"model.{n}" in known}
         loaded = {name: value.clone() for name, value in own.items()}  # what follows may be refused
         with _alone_is_fine():
             dcp.load({"model": loaded, "tensors": tensors}, storage_reader=reader)
         state, extra = (_restored(trees[name], tensors) for name in ("optimizer", "extra"))
-        optimizer.load_state_dict(state)
+        with _together():
+            optimizer.load_state_dict(state)
         for name, value in own.items():
             value.copy_(loaded[name])
     except (Exception, dcp.api.CheckpointException) as error:  # which is no Exception
-        reason = " ".join(str(error).split())
         raise ValueError(
             f"{folder} must hold a whole checkpoint of save_sharded, of this model and optimizer: "
-            f"{type(error).__name__}: {reason:.300}"
+            f"{_said(error)}"
         ) from error
     return extra
 
 
-class _Names(pickle.Unpickler):
-    """Reads metadata that name nothing but what torch writes into them: others could run code."""
+def _check_model(known: "Mapping[str, TensorStorageMetadata]", model: nn.Module) -> None:
+    """Refuse a checkpoint of another model, as ``load_state_dict`` does."""
+    saved = {n.removeprefix("model."): v.size for n, v in known.items() if n.startswith("model.")}
+    own = model.state_dict()
+    more = [name for name in saved if name not in own]
+    # earlier versions kept no formats with the model: they come with the optimizer
+    fewer = [name for name in own if name not in saved and not _is_format(name)]
+    shapes = [
+        f"{name} of shape {(*saved[name],)} in the place of {(*value.shape,)}"
+        for name, value in own.items()
+        if name in saved and saved[name] != value.shape
+    ]
+    if more and all(map(_is_format, more)) and not fewer and not shapes:
+        raise ValueError(
+            f"the model must round what its layers take, as {_some(more)} of the checkpoint says: write "
+            "marvin.quantize_activations(model, optimizer) before load_sharded"
+        )
+    if more or fewer or shapes:
+        words = {"too many": more, "too few": fewer, "others": shapes}
+        got = "; ".join(f"{word}: {_some(names)}" for word, names in words.items() if names)
+        raise ValueError(
+            f"the checkpoint must have the weights and buffers of the model, got {got}"
+        )
 
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if "." not in name else None
-        is_record = isinstance(found, type) and found.__module__ == module == _RECORDS
-        is_dtype = module == "torch" and isinstance(found, torch.dtype)
-        if is_record or is_dtype or (module, name) in _PLAIN:
-            return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint does")
+
+def _is_format(name: str) -> bool:
+    return name.rpartition(".")[2] == BUFFER
 
 
-def _check_names(path: Path) -> None:
-    """Refuse metadata that torch would run code to read."""
-    with path.open("rb") as file:
-        _Names(file).load()
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _check_tensors(values: Mapping[str, object], kind: type, place: str) -> None:
-    """Refuse anything but tensors, or what describes them."""
-    if wrong := sorted(name for name, value in values.items() if not isinstance(value, kind)):
-        raise TypeError(f"{place} must hold tensors alone, got other values: {', '.join(wrong)}")
+@contextmanager
+def _together() -> Iterator[None]:
+    """Raise on every process what one of them raises: it would not come to the next collective."""
+    found: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        found = error
+    words = [_said(found) if found else ""]
+    if is_distributed():
+        words = [""] * dist.get_world_size()
+        dist.all_gather_object(words, _said(found) if found else "")
+    if found:
+        raise found
+    for number, word in enumerate(words):
+        if word:
+            raise RuntimeError(f"process {number}: {word}")
+
+
+def _said(error: BaseException) -> str:
+    """Return an error in one line; torch's own has those of all processes, with their tracebacks."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
 
 
 def _target(name: str, saved: Any, shards: Sequence[Shard]) -> Tensor:
@@ -197,3 +227,14 @@ def _alone_is_fine() -> Iterator[None]:
         if not is_distributed():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
         yield
+
+
+@contextmanager
+def _with_checksums() -> Iterator[None]:
+    """Let ``torch.save`` write them, whatever the process has set."""
+    before = get_crc32_options()
+    set_crc32_options(True)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)

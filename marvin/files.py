@@ -3,13 +3,16 @@
 import contextlib
 import datetime
 import errno
+import io
 import os
 import platform
 import shutil
 import stat
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 try:
     import fcntl
@@ -20,6 +23,7 @@ __all__ = [
     "LOCK",
     "Locked",
     "check_held",
+    "check_records",
     "lock_folder",
     "new_folder",
     "remove_leftovers",
@@ -119,6 +123,27 @@ def check_held(path: Path) -> None:
         if not is_there:
             told = "the folder was moved or removed while this process wrote it"
             raise FileNotFoundError(errno.ENOENT, told, str(folder))
+
+
+def check_records(file: BinaryIO) -> None:
+    """Compare each record of a file of ``torch.save`` with its checksum, which ``torch.load`` does not.
+
+    Nothing is taken into memory that is larger than the file, either, whatever the file says.
+
+    Args:
+        file: Open, at any place.
+
+    Raises:
+        zipfile.BadZipFile: A checksum is wrong, records are said to be larger than the file, or it
+            is no such file. Damage can raise other exceptions, too.
+    """
+    size = file.seek(0, io.SEEK_END)
+    with zipfile.ZipFile(file) as records:
+        told = sum(record.file_size for record in records.infolist())
+        if told > size:
+            raise zipfile.BadZipFile(f"its {size} bytes are said to be {told}")
+        if (damaged := records.testzip()) is not None:
+            raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import sys
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,14 @@ from typing import Any
 
 import torch
 
-from marvin.files import LOCK, Locked, lock_folder, remove_leftovers, write_atomic
+from marvin.files import (
+    LOCK,
+    Locked,
+    check_records,
+    lock_folder,
+    remove_leftovers,
+    write_atomic,
+)
 from perfmodel.files import (
     CHECKPOINT,
     CONFIG,
@@ -306,7 +312,8 @@ def _read_checkpoint(path: Path, remedy: str) -> dict[str, Any]:
     try:
         if not path.is_file():  # reading a pipe would never end
             raise TypeError("a folder or a device")
-        _check_sums(path)
+        with path.open("rb") as file:
+            check_records(file)
         saved = torch.load(path, map_location="cpu", weights_only=True)
         state = {name: saved[name] for name in PARTS}
         state |= {name: saved[name] for name in OPTIONAL if name in saved}
@@ -327,14 +334,6 @@ def _read_checkpoint(path: Path, remedy: str) -> dict[str, Any]:
             "a later version of this package wrote it"
         )
     return state
-
-
-def _check_sums(path: Path) -> None:
-    """Compare each record of a checkpoint with its checksum, which ``torch.load`` does not."""
-    with zipfile.ZipFile(path) as records:
-        damaged = records.testzip()
-        if damaged is not None:
-            raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
 
 
 def environment(device: torch.device) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import pathlib
 import pickle
 import random
 import shutil
@@ -9,9 +10,17 @@ import shutil
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import metadata
 
 import marvin
 from tests.same import assert_same
+
+RECORDS = "torch.distributed.checkpoint.metadata"
+ENCODING = f"{RECORDS}\n_MEM_FORMAT_ENCODING"
+
+
+def is_class(value):
+    return isinstance(value, type)
 
 
 class Evil:
@@ -52,6 +61,35 @@ def test_metadata_run_no_code(saved, tmp_path):
     assert not (tmp_path / "made").exists()
 
 
+def test_metadata_import_nothing(saved, tmp_path, monkeypatch):
+    """A module runs when it is imported, whatever is asked of it then."""
+    (tmp_path / "ours_to_import.py").write_text("raise KeyboardInterrupt")
+    monkeypatch.syspath_prepend(tmp_path)
+    for named in (b"ours_to_import\nx", b"torch.utils.tensorboard\nx", b"torch\nonnx"):
+        (saved / ".metadata").write_bytes(b"c" + named + b"\n.")
+        with pytest.raises(ValueError, match="which no checkpoint does"):
+            marvin.load_sharded(saved, *made())
+
+
+@pytest.mark.parametrize(
+    "named", [f"{RECORDS}\nTensorStorageMetadata", "pathlib\nPosixPath", f"{ENCODING}\nK\0\x85R#"]
+)
+def test_metadata_change_no_class(saved, named):
+    """The whole process has it."""
+    before = {name: dict(vars(kind)) for name, kind in vars(metadata).items() if is_class(kind)}
+    change = "}X\x05\0\0\0stateNs"
+    for state in (f"N{change}\x86b.", f"{change}b."):
+        (saved / ".metadata").write_bytes(
+            f"\x80\x02c{named}\n{state}".replace("#\n", "").encode("latin1")
+        )
+        with pytest.raises(ValueError, match="whole must hold a whole checkpoint"):
+            marvin.load_sharded(saved, *made())
+    after = {name: dict(vars(kind)) for name, kind in vars(metadata).items() if is_class(kind)}
+    assert after == before
+    assert not hasattr(pathlib.PosixPath, "state")
+    assert not hasattr(metadata._MEM_FORMAT_ENCODING(0), "state")
+
+
 def test_what_is_said_to_be_no_tensor_runs_no_code(saved, tmp_path, monkeypatch):
     """torch would unpickle it, whatever stands in its place in the model."""
     real = torch.distributed.checkpoint.save
@@ -78,8 +116,11 @@ def test_a_model_with_other_values_is_named(saved):
 
 
 def test_another_model_is_named(saved):
-    with pytest.raises(ValueError, match=r"whole must hold a whole checkpoint .* of this model"):
+    with pytest.raises(
+        ValueError, match=r"whole must hold a whole checkpoint .* of this model"
+    ) as found:
         marvin.load_sharded(saved, *made(width=4))
+    assert str(found.value).endswith("others: weight of shape (2, 3) in the place of (2, 4)")
 
 
 def test_what_is_refused_leaves_the_model_as_it_is(saved):
@@ -92,6 +133,109 @@ def test_what_is_refused_leaves_the_model_as_it_is(saved):
     ):
         marvin.load_sharded(saved, model, optimizer)
     assert all(map(torch.equal, before.values(), model.state_dict().values()))
+
+
+def test_a_bit_of_a_value_is_missed(saved):
+    path = saved / "__0_0.distcp"
+    whole = path.read_bytes()
+    model, optimizer = made()
+    marvin.load_sharded(saved, model, optimizer)
+    values = optimizer.state[model.weight]["master"].numpy().tobytes()
+    for bit in range(32):
+        changed = bytearray(whole)
+        changed[whole.index(values) + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(bytes(changed))
+        with pytest.raises(ValueError, match=r"BadZipFile: wrong checksum of \w+/data/0"):
+            marvin.load_sharded(saved, model, optimizer)
+    path.write_bytes(whole)
+    assert marvin.load_sharded(saved, model, optimizer) == {"epoch": 3}
+
+
+def test_checksums_are_written_whatever_is_set(tmp_path):
+    """``torch.save`` may be told to leave them out."""
+    computes = torch.serialization.get_crc32_options()
+    try:
+        torch.serialization.set_crc32_options(False)
+        marvin.save_sharded(tmp_path, *made(), {"epoch": 3})
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(computes)
+    assert marvin.load_sharded(tmp_path, *made()) == {"epoch": 3}
+
+
+def test_a_bit_of_the_metadata_is_missed(saved):
+    """But in those of earlier versions, which have no checksum of their own."""
+    path = saved / ".metadata"
+    whole = path.read_bytes()
+    size = whole.index(b"K\x02K\x03\x86")  # of the weight
+    path.write_bytes(whole[: size + 1] + b"\1" + whole[size + 2 :])
+    with pytest.raises(ValueError, match=r"wrong checksum of \.metadata"):
+        marvin.load_sharded(saved, *made())
+    path.write_bytes(whole[:-32])
+    assert marvin.load_sharded(saved, *made()) == {"epoch": 3}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: set_size(m, "plain", 3 << 30), "plain must be there whole"),
+        (lambda m: set_chunk(m, "plain", 3 << 30), "plain must have 3221225472 values"),
+        (lambda m: set_length(m, 3 << 30), r"__0_0\.distcp must have \d+ bytes"),
+        (lambda m: set_record(m, "../whole/__0_0.distcp"), r"a record in \.\./whole"),
+    ],
+    ids=["size", "chunk", "record", "place"],
+)
+def test_no_memory_is_taken_that_the_files_do_not_fill(saved, change, message):
+    found = pickle.loads((saved / ".metadata").read_bytes())
+    change(found)
+    (saved / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(ValueError, match=message):
+        marvin.load_sharded(saved, *made())
+
+
+def set_size(found, name, size):
+    found.state_dict_metadata[name].size = torch.Size([size])
+
+
+def set_chunk(found, name, size):
+    set_size(found, name, size)
+    found.state_dict_metadata[name].chunks[0].sizes = torch.Size([size])
+
+
+def set_length(found, length):
+    next(iter(found.storage_data.values())).length = length
+
+
+def set_record(found, path):
+    next(iter(found.storage_data.values())).relative_path = path
+
+
+def with_formats():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 2))
+    optimizer = marvin.MSGD(model.named_parameters())
+    return model, optimizer, marvin.quantize_activations(model, optimizer)
+
+
+def test_what_the_model_lacks_is_named(tmp_path):
+    """As ``load_state_dict`` does: it would compute something else."""
+    marvin.save_sharded(tmp_path, *with_formats()[:2])
+    model, optimizer, handle = with_formats()
+    handle.remove()
+    call = r"marvin\.quantize_activations\(model, optimizer\) before load_sharded"
+    with pytest.raises(ValueError, match=f"must round what its layers take, .*: write {call}"):
+        marvin.load_sharded(tmp_path, model, optimizer)
+    model, optimizer, _ = with_formats()
+    model[1] = nn.Identity()
+    with pytest.raises(ValueError, match=r"got too many: .*1\.running_mean, 1\.running_var"):
+        marvin.load_sharded(tmp_path, model, optimizer)
+    model, optimizer, _ = with_formats()
+    model[1] = nn.BatchNorm1d(4)
+    with pytest.raises(ValueError, match=r"too many: 1\.fixed_point; too few: 1\.weight, 1\.bias$"):
+        marvin.load_sharded(tmp_path, model, optimizer)
+    model, optimizer, handle = with_formats()
+    handle.remove()
+    marvin.save_sharded(tmp_path / "float", model, optimizer)
+    assert marvin.load_sharded(tmp_path / "float", *with_formats()[:2]) == {}
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])

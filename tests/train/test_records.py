@@ -1,6 +1,8 @@
 import dataclasses
+import io
 import json
 import os
+import zipfile
 
 import pytest
 import torch
@@ -142,6 +144,22 @@ def test_a_damaged_checkpoint_is_named(begun):
         begun.checkpoint.write_bytes(damaged)
         with pytest.raises(UserError, match=r"checkpoint.pt must hold a whole checkpoint"):
             begun.load_checkpoint()
+
+
+def test_a_small_checkpoint_takes_no_large_memory(begun):
+    """torch unpacks what was packed."""
+    begun.save_checkpoint({**STATE, "model": {"a": torch.zeros(1 << 22)}})
+    repacked = io.BytesIO()
+    with (
+        zipfile.ZipFile(begun.checkpoint) as records,
+        zipfile.ZipFile(repacked, "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for name in records.namelist():
+            packed.writestr(name, records.read(name))
+    begun.checkpoint.write_bytes(repacked.getvalue())
+    assert torch.load(begun.checkpoint)["model"]["a"].numel() == 1 << 22
+    with pytest.raises(UserError, match=r"BadZipFile: its \d+ bytes are said to be \d+"):
+        begun.load_checkpoint()
 
 
 def test_a_checkpoint_runs_no_code(begun):

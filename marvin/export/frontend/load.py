@@ -1,7 +1,6 @@
 """A frozen model from a file, of which no code runs."""
 
 import importlib
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from marvin.export.errors import ExportError
+from marvin.files import check_records
 from marvin.freezing import frozen_formats, saved_classes
 from marvin.integer.conversion import revert
 from marvin.integer.formats import Options
@@ -144,12 +144,10 @@ def _check_whole(path: str | Path) -> None:
     if not Path(path).is_file():
         raise ExportError(f"{path} must be a file, found none")
     try:
-        with zipfile.ZipFile(path) as records:
-            damaged = records.testzip()
+        with Path(path).open("rb") as file:
+            check_records(file)
     except Exception as error:
         raise _damaged(path, error) from error
-    if damaged is not None:
-        raise ExportError(f"{path} must be whole, got a wrong checksum of {damaged}")
 
 
 def _damaged(path: str | Path, error: Exception, required: str = "torch.save") -> ExportError:

@@ -202,7 +202,9 @@ def resume(folder, kind, spread):
     want = torch.load(folder / f"{kind}.pt")
     model = shard(make_model()) if spread else make_model()
     optimizer = OPTIMIZERS[kind](model)
+    handle = marvin.quantize_activations(model, optimizer)
     extra = marvin.load_sharded(folder / kind, model, optimizer)
+    handle.remove()  # gradients are given, and no model is called
     assert (extra["steps"], extra["pair"], extra["none"]) == (SAVED_AFTER, (1, 2.5), None)
     assert extra["x"].tolist() == [0, 1, 2]
     for step in range(SAVED_AFTER, STEPS):
@@ -211,6 +213,29 @@ def resume(folder, kind, spread):
         optimizer.step(loss=want["losses"][step])
     assert_same(dict(model.state_dict()), want["model"])
     assert switches_of(optimizer) == want["trace"]
+
+
+def damage_is_refused_by_all(folder):
+    """Each process compares a share of the checksums; a single damaged record ends the loading of all."""
+    model = shard(make_model())
+    optimizer = msgd(model)
+    marvin.save_sharded(folder / "damaged", model, optimizer)
+    before = {name: full(value).clone() for name, value in model.state_dict().items()}
+    files = [folder / "damaged" / f"__{number}_0.distcp" for number in range(2)]
+    for number, file in enumerate(files):
+        whole = file.read_bytes()
+        rows = model[3].weight.to_local().detach().numpy().tobytes()
+        if dist.get_rank() == number:
+            place = whole.index(rows) + 3
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x40]) + whole[place + 1 :])
+        dist.barrier()
+        with pytest.raises(ValueError, match=r"wrong checksum of \w+/data/0"):
+            marvin.load_sharded(folder / "damaged", model, optimizer)
+        if dist.get_rank() == number:
+            file.write_bytes(whole)
+        dist.barrier()
+        assert_same(dict(model.state_dict()), before)
+    assert marvin.load_sharded(folder / "damaged", model, optimizer) == {}
 
 
 def refusals():
@@ -289,6 +314,7 @@ def main(folder, what):
     else:
         counts = {kind: compare(folder, kind) for kind in OPTIMIZERS}
         refusals()
+        damage_is_refused_by_all(folder)
         collectives_do_not_grow_with_the_layers()
         a_whole_state_loads()
         weights_that_are_not_finite_are_named_by_all()
