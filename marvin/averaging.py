@@ -1,7 +1,9 @@
 """The average of float32 masters over the steps of training."""
 
 import copy
+from collections.abc import Mapping
 from contextlib import ExitStack
+from numbers import Real
 from typing import TypedDict
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from marvin.compact import master_of
-from marvin.masters import WithMasters, owner_of
+from marvin.masters import WithMasters, check_pair, owner_of
 from marvin.rounding import round_one
 from marvin.shards import is_sharded
 
@@ -38,7 +40,9 @@ class MasterAverage:
         decay: What is left of the average in a step.
 
     Raises:
-        ValueError: ``decay`` is not from 0 to below 1, or a parameter is sharded.
+        TypeError: These are no model and no optimizer, or it is one that a ``Quantized`` wraps.
+        ValueError: The optimizer has no parameter of the model, ``decay`` is not from 0 to below 1, or
+            a parameter is sharded.
 
     Examples:
         >>> average = marvin.MasterAverage(model, optimizer)
@@ -51,8 +55,8 @@ class MasterAverage:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, decay: float = 0.999
     ) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay must be 0 or more and below 1, got {decay}")
+        check_pair(model, optimizer, "marvin.MasterAverage(model, optimizer)")
+        _check_decay(decay)
         if any(map(is_sharded, model.parameters())):
             raise ValueError(
                 "parameters must be whole, got sharded ones: average before fully_shard"
@@ -120,10 +124,19 @@ class MasterAverage:
         """Continue from what ``state_dict`` returned.
 
         Raises:
-            ValueError: It is of a model with other parameters.
+            ValueError: It is of a model with other parameters, or no such state.
         """
+        if not isinstance(state, Mapping) or state.keys() != self.state_dict().keys():
+            got = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(
+                f"the state of an average must have {', '.join(self.state_dict())}, got {got or 'nothing'}: "
+                "give what state_dict() of a MasterAverage returned"
+            )
+        _check_decay(state["decay"])
         own, loaded = self.masters, state["masters"]
-        if {n: v.shape for n, v in own.items()} != {n: v.shape for n, v in loaded.items()}:
+        loaded = loaded if isinstance(loaded, Mapping) else {}
+        shapes = {name: getattr(value, "shape", None) for name, value in loaded.items()}
+        if {n: v.shape for n, v in own.items()} != shapes:
             raise ValueError(
                 f"masters must have the names and shapes of {len(own)} parameters, got others: "
                 f"{', '.join(sorted(own.keys() ^ loaded.keys())[:3]) or 'shapes'}"
@@ -136,3 +149,8 @@ class MasterAverage:
         optimizer = owner_of(p) or self.optimizer
         own = optimizer.state.get(p, {}) if isinstance(optimizer, WithMasters) else {}
         return (master_of(own) if own else p).to(torch.float32)
+
+
+def _check_decay(decay: object) -> None:
+    if not isinstance(decay, Real) or not 0 <= decay < 1:
+        raise ValueError(f"decay must be 0 or more and below 1, got {decay!r}")

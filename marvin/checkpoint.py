@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from marvin.compact import SUFFIXES
+from marvin.masters import check_pair
 from marvin.quantized import Quantized
 from marvin.ranks import is_distributed, rank
 from marvin.rounder import BUFFER
@@ -50,10 +51,13 @@ def save_sharded(
 
     Raises:
         TypeError: ``extra`` or the optimizer's state has something else in it, or the model's state
-            something that is no tensor (``get_extra_state``).
+            something that is no tensor (``get_extra_state``); or model and optimizer are none, or the
+            optimizer is one that a ``Quantized`` wraps.
+        ValueError: The optimizer has no parameter of the model.
     """
     from torch.distributed import checkpoint as dcp  # slow to import, and not on every system
 
+    check_pair(model, optimizer, "marvin.save_sharded(folder, model, optimizer)")
     own = model.state_dict()
     if wrong := sorted(name for name, value in own.items() if not isinstance(value, Tensor)):
         raise TypeError(
@@ -88,11 +92,13 @@ def load_sharded(folder: Path | str, model: nn.Module, optimizer: Quantized) -> 
         ``extra``.
 
     Raises:
+        TypeError: Model and optimizer are none, or the optimizer is one that a ``Quantized`` wraps.
         ValueError: The folder holds no whole checkpoint of this kind, or one of another model; model and
-            optimizer are as they were.
+            optimizer are as they were. Or the optimizer has no parameter of the model.
     """
     from torch.distributed import checkpoint as dcp  # slow to import, and not on every system
 
+    check_pair(model, optimizer, "marvin.load_sharded(folder, model, optimizer)")
     reader = dcp.FileSystemReader(str(folder))
     try:
         with _together():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
@@ -43,7 +43,7 @@ from marvin.wrappers import for_wrappers
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Counts", "WithMasters", "owner_of", "pieces"]
+__all__ = ["Counts", "WithMasters", "check_pair", "owner_of", "pieces"]
 
 _PIECE = 1 << 24  # numbers that are rounded again at once, for a look: 64 MiB
 
@@ -69,6 +69,38 @@ def owner_of(parameter: Tensor) -> "WithMasters | None":
     """Return the optimizer that was made last for a parameter; None if none on masters was."""
     found = _OWNERS.get(id(parameter))
     return found if isinstance(found, WithMasters) and parameter in found else None
+
+
+def check_pair(model: object, optimizer: object, call: str) -> None:
+    """Refuse a model and an optimizer that came in another order, or do not belong together.
+
+    Args:
+        model: What came in the place of the model.
+        optimizer: What came in that of its optimizer.
+        call: How it is written, such as ``"marvin.MasterAverage(model, optimizer)"``.
+
+    Raises:
+        TypeError: These are no model and no optimizer, or it is one that a ``Quantized`` wraps.
+        ValueError: The optimizer has no parameter of the model.
+    """
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            "a model (torch.nn.Module) must come first and its optimizer second, got "
+            f"{type(model).__name__} and {type(optimizer).__name__}: write {call}"
+        )
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    owner = next(filter(None, map(owner_of, own)), None)
+    kind = type(optimizer).__name__
+    if owner is not None and owner.optimizer is optimizer:
+        raise TypeError(
+            f"the optimizer must be the {type(owner).__name__}, which has the masters, got the {kind} that it "
+            f"wraps: write {call}, where optimizer = marvin.Quantized(...)"
+        )
+    if {*own}.isdisjoint(model.parameters()):
+        raise ValueError(
+            f"the optimizer must have parameters of the model, got a {kind} of others: make it of "
+            "model.named_parameters(), after fully_shard and whatever else replaces them"
+        )
 
 
 class Stored(Protocol):

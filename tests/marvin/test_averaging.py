@@ -148,8 +148,36 @@ def test_resumed_is_never_stopped():
     torch.testing.assert_close(resumed.masters, average.masters, rtol=0, atol=0)
 
 
+def test_models_and_optimizers_that_do_not_belong_together_are_refused():
+    (model, optimizer), (other, _) = make("budget"), make("budget")
+    call = r": write marvin\.MasterAverage\(model, optimizer\)"
+    for wrong in ((optimizer, model), (model, None), (None, optimizer)):
+        kinds = " and ".join(type(value).__name__ for value in wrong)
+        with pytest.raises(TypeError, match=f"optimizer second, got {kinds}{call}"):
+            marvin.MasterAverage(*wrong)
+    with pytest.raises(
+        TypeError, match=f"must be the Quantized, .* got the SGD that it wraps{call}"
+    ):
+        marvin.MasterAverage(model, optimizer.optimizer)
+    with pytest.raises(ValueError, match="must have parameters of the model, got a Quantized of"):
+        marvin.MasterAverage(other, optimizer)
+
+
+def test_what_is_no_state_is_named():
+    average = marvin.MasterAverage(*make("budget"))
+    for state, got in (({}, "nothing"), ({"steps": 1}, "steps"), (None, "NoneType")):
+        with pytest.raises(ValueError, match=f"must have decay, steps, masters, got {got}: give"):
+            average.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"decay must be 0 or more and below 1, got '0\.9'"):
+        average.load_state_dict({**average.state_dict(), "decay": "0.9"})
+    with pytest.raises(ValueError, match="masters must have the names and shapes of 6"):
+        average.load_state_dict({**average.state_dict(), "masters": None})
+
+
 def test_refusals():
     model, optimizer = make("budget")
+    with pytest.raises(ValueError, match=r"decay must be 0 or more and below 1, got '0\.9'"):
+        marvin.MasterAverage(model, optimizer, decay="0.9")
     with pytest.raises(ValueError, match="decay must be 0 or more and below 1, got 1"):
         marvin.MasterAverage(model, optimizer, decay=1)
     average = marvin.MasterAverage(model, optimizer)

@@ -238,6 +238,19 @@ def test_what_the_model_lacks_is_named(tmp_path):
     assert marvin.load_sharded(tmp_path / "float", *with_formats()[:2]) == {}
 
 
+@pytest.mark.parametrize("function", [marvin.save_sharded, marvin.load_sharded])
+def test_a_model_and_an_optimizer_that_do_not_belong_together_are_named(function, saved):
+    model, optimizer = made()
+    call = rf"write marvin\.{function.__name__}\(folder, model, optimizer\)"
+    with pytest.raises(TypeError, match=f"optimizer second, got MSGD and Linear: {call}"):
+        function(saved, optimizer, model)
+    with pytest.raises(TypeError, match=f"must be the MSGD, .* got the SGD that it wraps: {call}"):
+        function(saved, model, optimizer.optimizer)
+    with pytest.raises(ValueError, match="must have parameters of the model, got a MSGD of others"):
+        function(saved, nn.Linear(3, 2), optimizer)
+    assert marvin.load_sharded(saved, model, optimizer) == {"epoch": 3}  # nothing was overwritten
+
+
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_damage_is_named(saved, tmp_path, name):
     chance, content = random.Random(name), (saved / name).read_bytes()

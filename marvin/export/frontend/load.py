@@ -1,6 +1,7 @@
 """A frozen model from a file, of which no code runs."""
 
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,11 @@ def load_frozen(path: str | Path, allow: Sequence[str] = ()) -> nn.Module:
     Raises:
         ExportError: The file is damaged, or holds something else, or an object of a class that is
             not allowed; says which, and what to write.
+        TypeError: ``path`` is no path, or ``allow`` no list of names.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be that of a file, got {type(path).__name__}: {_WRITE}")
+    _check_names(allow)
     own = [_imported(name) for name in allow]
     kinds = (integer_class(kind) for kind in own if isinstance(kind, type))
     own += [kind for kind in kinds if kind is not None]
@@ -104,10 +109,24 @@ def _load(path: str | Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
+def _check_names(allow: object) -> None:
+    """Refuse what is no list of names: one name would be read letter by letter."""
+    if isinstance(allow, str) or not isinstance(allow, Sequence):
+        kind, name = type(allow).__name__, allow if isinstance(allow, str) else "nets:Own"
+        raise TypeError(f"allow must be a list of names, got {kind}: write allow=[{name!r}]")
+    for found in allow:
+        if not isinstance(found, str):
+            is_class = isinstance(found, type)
+            name = f"{found.__module__}:{found.__qualname__}" if is_class else "nets:Own"
+            raise TypeError(
+                f"allow must be a list of names, got {found!r:.80} in it: write allow=[{name!r}]"
+            )
+
+
 def _imported(name: str) -> Any:
     module, _, qualified = name.partition(":")
     if not module or not qualified:
-        raise ExportError(f"--allow must be package.module:Class, got {name!r:.80}")
+        raise ExportError(f"a class to allow must be package.module:Class, got {name!r:.80}")
     try:
         found: Any = importlib.import_module(module)
         for part in qualified.split("."):

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import types
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -342,7 +343,7 @@ def test_a_class_of_the_users_is_refused_by_name_until_it_is_allowed(saved):
 @pytest.mark.parametrize(
     ("allow", "message"),
     [
-        ("Block", "--allow must be package.module:Class, got 'Block'"),
+        ("Block", "a class to allow must be package.module:Class, got 'Block'"),
         ("users_nets:None_such", "--allow users_nets:None_such must be there to be imported"),
         ("no_such_package:Block", "--allow no_such_package:Block must be there to be imported"),
     ],
@@ -355,6 +356,32 @@ def test_what_cannot_be_allowed_is_one_line(saved, allow, message):
 class Hostile:
     def __reduce__(self):
         return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((None,), r"path must be that of a file, got NoneType: write torch\.save"),
+        (("net.pt", "nets:Own"), r"got str: write allow=\['nets:Own'\]"),
+        (("net.pt", None), r"got NoneType: write allow=\['nets:Own'\]"),
+        (("net.pt", [Hostile]), rf"got <class .* in it: write allow=\['{__name__}:Hostile'\]"),
+        (("net.pt", [3]), r"got 3 in it: write allow=\['nets:Own'\]"),
+    ],
+)
+def test_what_is_no_path_and_no_list_of_names_is_refused(given, message):
+    with pytest.raises(TypeError, match=message):
+        load_frozen(*given)
+
+
+def test_a_small_file_takes_no_large_memory(saved):
+    path, *_ = saved()
+    with zipfile.ZipFile(path) as records:
+        content = {name: records.read(name) for name in records.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as records:
+        for name, record in content.items():
+            records.writestr(name, record + bytes(1 << 20))
+    with pytest.raises(ExportError, match=r"BadZipFile: its \d+ bytes are said to be \d+"):
+        load_frozen(path)
 
 
 def test_no_code_of_a_file_is_run(saved, tmp_path):
