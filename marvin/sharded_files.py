@@ -3,6 +3,7 @@
 import hashlib
 import io
 import pickle
+import pickletools
 from collections import Counter
 from math import prod
 from pathlib import Path
@@ -106,10 +107,14 @@ class _Names(pickle.Unpickler):
 
 def _check_metadata(path: Path) -> None:
     """Refuse metadata that torch would run code to read, or that were changed since."""
-    file = io.BytesIO(path.read_bytes())
+    content = path.read_bytes()
+    for code, value, _ in pickletools.genops(content):
+        if code.name.endswith("PUT") and int(value) > len(content):  # a list of that length is made
+            raise pickle.UnpicklingError(f"its {len(content)} bytes tell of {value} values")
+    file = io.BytesIO(content)
     _Names(file).load()
     end = file.tell()
-    if (added := file.read()) and added != _checksum(file.getvalue()[:end]):
+    if (added := file.read()) and added != _checksum(content[:end]):
         raise ValueError(f"wrong checksum of {path.name}")
 
 

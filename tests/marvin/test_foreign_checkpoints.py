@@ -193,6 +193,12 @@ def test_no_memory_is_taken_that_the_files_do_not_fill(saved, change, message):
         marvin.load_sharded(saved, *made())
 
 
+def test_no_list_is_made_that_the_metadata_do_not_fill(saved):
+    (saved / ".metadata").write_bytes(b"\x80\x02Nr" + (1 << 23).to_bytes(4, "little") + b".")
+    with pytest.raises(ValueError, match="its 9 bytes tell of 8388608 values"):
+        marvin.load_sharded(saved, *made())
+
+
 def set_size(found, name, size):
     found.state_dict_metadata[name].size = torch.Size([size])
 
