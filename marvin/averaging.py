@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Mapping
 from contextlib import ExitStack
-from numbers import Real
 from typing import TypedDict
 
 import torch
@@ -152,5 +151,5 @@ class MasterAverage:
 
 
 def _check_decay(decay: object) -> None:
-    if not isinstance(decay, Real) or not 0 <= decay < 1:
+    if not isinstance(decay, int | float) or not 0 <= decay < 1:
         raise ValueError(f"decay must be 0 or more and below 1, got {decay!r}")

@@ -7,7 +7,7 @@ import pickletools
 from collections import Counter
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -96,7 +96,7 @@ class _Record(_Plain):
 class _Names(pickle.Unpickler):
     """Reads metadata that name nothing but what torch writes into them; imports nothing."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> type[_Plain]:
         if (module, name) in _RECORDS:
             return _Record
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
@@ -108,8 +108,9 @@ class _Names(pickle.Unpickler):
 def _check_metadata(path: Path) -> None:
     """Refuse metadata that torch would run code to read, or that were changed since."""
     content = path.read_bytes()
+    # a list of that length is made
     for code, value, _ in pickletools.genops(content):
-        if code.name.endswith("PUT") and int(value) > len(content):  # a list of that length is made
+        if code.name.endswith("PUT") and isinstance(value, int) and value > len(content):
             raise pickle.UnpicklingError(f"its {len(content)} bytes tell of {value} values")
     file = io.BytesIO(content)
     _Names(file).load()
