@@ -188,7 +188,7 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
 
 
-def _target(name: str, saved: Any, shards: Sequence[Shard]) -> Tensor:
+def _target(name: str, saved: "TensorStorageMetadata", shards: Sequence[Shard]) -> Tensor:
     """Return an empty tensor, spread as the parameter is to whose state it belongs."""
     found = _STATE_OF.search(name)
     index = int(found[1]) if found else len(shards)

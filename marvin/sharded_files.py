@@ -108,7 +108,7 @@ class _Names(pickle.Unpickler):
 def _check_metadata(path: Path) -> None:
     """Refuse metadata that torch would run code to read, or that were changed since."""
     content = path.read_bytes()
-    # a list of that length is made
+    # unpickling makes a list of that length
     for code, value, _ in pickletools.genops(content):
         if code.name.endswith("PUT") and isinstance(value, int) and value > len(content):
             raise pickle.UnpicklingError(f"its {len(content)} bytes tell of {value} values")
