@@ -4,11 +4,13 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from inspect import Parameter, signature, unwrap
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 from torch.fx.proxy import TraceError
 
 from fixedpoint_kernels import FixedPoint, forward_save
@@ -209,7 +211,6 @@ def _described(  # noqa: PLR0913  each is a choice of the user's
     for node in graph.nodes:
         if node in builder.memory:
             other.check(builder, node, any_sizes=node.target in SHAPES)
-    _check_rounded(tracer, set(layers) | tracer.rounded, activations)
     network = shorten_scales(builder.network(origin, tuple(tracer.defaults)))
     steps = [replace(step, output_fmt=_output_of(activations, step.module)) for step in steps]
     check_numbers(model, network, steps)
@@ -260,7 +261,6 @@ class _Tracer(Tracer):
         sample: What the model takes: answers are those of its shape.
 
     Attributes:
-        rounded: Modules that are traced through and round something.
         defaults: Arguments of the model that were not given, and what they are then.
     """
 
@@ -271,7 +271,6 @@ class _Tracer(Tracer):
         self.activations, self._sample = activations, sample
         self._sizes: SampleSizes | None = None
         self._computes = False  # of what was traced, not a part of the trace
-        self.rounded: set[str] = set()
         self.defaults: list[str] = []
 
     def create_args_for_root(
@@ -288,7 +287,20 @@ class _Tracer(Tracer):
             args[place] = _nothing_for(parameters[name])
             if parameters[name].kind not in _VARIABLE:
                 self.defaults.append(f"{name}={args[place]!r:.40}")
-        return fn, args
+        formats = self.activations.get("")
+        if formats is None:
+            return fn, args
+        root, *inputs = args  # the model itself rounds, as modules do in ``call_module``
+        return self._rounding(fn, formats), [root, *(self._round(x, formats.input) for x in inputs)]
+
+    def _rounding(self, fn: Callable[..., Any], formats: Formats) -> Callable[..., Any]:
+        """Return ``forward`` of the model, with what it gives rounded."""
+
+        @wraps(fn)
+        def rounding(*args: Any) -> Any:
+            return self._round(fn(*args), formats.output)
+
+        return rounding
 
     def call_module(self, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Add what a module rounds around the calls inside of it."""
@@ -296,7 +308,6 @@ class _Tracer(Tracer):
         formats = self.activations.get(name) if self.is_here() else None
         if formats is None or self.is_leaf_module(m, name):
             return super().call_module(m, *args, **kwargs)
-        self.rounded.add(name)
         forward, inputs, options = args
         inputs = tuple(self._round(x, formats.input) for x in inputs)
         result = super().call_module(m, forward, inputs, options, **kwargs)
@@ -337,11 +348,18 @@ class _Tracer(Tracer):
         finally:
             self._computes = False
 
-    def _round(self, x: object, fmt: FixedPoint | None) -> Any:
-        if fmt is None or not isinstance(x, fx.Proxy):
-            return x
+    def _round(self, values: Any, fmt: FixedPoint | None) -> Any:
+        """Round a value, or those inside of tuples, lists and dictionaries."""
+        if fmt is None:
+            return values
         numbers = fmt.wl, fmt.fl, fmt.symmetric, fmt.signed
-        return self.create_proxy("call_function", round_values, (x, *numbers), {})
+
+        def rounded(x: Any) -> Any:
+            if not isinstance(x, fx.Proxy):
+                return x
+            return self.create_proxy("call_function", round_values, (x, *numbers), {})
+
+        return map_aggregate(values, rounded)
 
 
 def _traced(
@@ -384,18 +402,6 @@ def _check_inputs(graph: fx.Graph) -> None:
 
 def _output_of(rounds: Mapping[str, Formats], module: str | None) -> FixedPoint | None:
     return rounds[module].output if module is not None and module in rounds else None
-
-
-def _check_rounded(tracer: Tracer, layers: set[str], activations: Mapping[str, Formats]) -> None:
-    """Refuse modules that round something and have calls inside that are traced one by one."""
-    inner = [name for name in tracer.called if name in activations and name not in layers]
-    if inner:
-        own = dict(tracer.root.get_submodule(inner[0]).named_parameters(recurse=False))
-        instead = (
-            f": put {', '.join(own)} into a module of its own, which forward calls" if own else ""
-        )
-        shown = inner[0] or "the model"
-        raise ExportError(f"{shown} rounds activations and is not called as one layer{instead}")
 
 
 def _translate(builder: Builder, node: fx.Node, sample: Tensor) -> Step | None:

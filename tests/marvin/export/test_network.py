@@ -353,12 +353,14 @@ def test_average_pooling_over_any_window():
 class Spare(nn.Module):
     """Has a parameter beside its layer, and so rounds what comes in and goes out."""
 
-    def __init__(self):
+    def __init__(self, returned="tensor"):
         super().__init__()
-        self.conv, self.spare = nn.Conv2d(1, 1, 1), nn.Parameter(torch.ones(2, 2))
+        self.conv, self.spare = nn.Conv2d(1, 1, 1), nn.Parameter(torch.ones(4, 4))
+        self.returned = returned
 
     def forward(self, x):
-        return self.conv(x)
+        y = self.conv(x + self.spare) * 0.375
+        return {"tensor": y, "tuple": (y, F.relu(y)), "dict": {"a": y}}[self.returned]
 
 
 def test_what_rounds_around_its_layers_is_followed(make):
@@ -368,12 +370,17 @@ def test_what_rounds_around_its_layers_is_followed(make):
     torch.testing.assert_close(integer.run(network, x), outputs(model, x).double(), rtol=0, atol=0)
 
 
-def test_a_model_that_rounds_around_its_layers_is_refused(make):
-    message = (
-        r"^the model rounds activations and is not called as one layer: put spare into a module"
-    )
-    with pytest.raises(ExportError, match=message):
-        make(Spare, (1, 4, 4))
+@pytest.mark.parametrize("returned", ["tensor", "tuple", "dict"])
+def test_a_model_that_rounds_around_its_layers_is_followed(make, returned):
+    model, network, x = make(lambda: Spare(returned), (1, 4, 4), 6, 2)
+    rounds = [op.fmt for op in network.operations if isinstance(op, Round)]
+    assert rounds[0] == FixedPoint(6, 2)
+    with torch.no_grad():
+        found = list(integer.run_heads(network, x).values())
+        wanted = model(x)
+    given = list(wanted.values()) if returned == "dict" else list(wanted)
+    for got, y in zip(found, [wanted] if returned == "tensor" else given, strict=True):
+        torch.testing.assert_close(got, y.double(), rtol=0, atol=0)
 
 
 class Scaled(nn.Module):
