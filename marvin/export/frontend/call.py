@@ -130,8 +130,8 @@ class Call:
         """Return what the call gives, with its batch first; else as ``replay``."""
         return self.replay(values).movedim(self.builder.memory.place(self.node), 0)
 
-    def constant(self, x: Tensor, like: tuple[int, ...]) -> str:
-        """Add a constant of the shape of one sample of a value; return its name.
+    def of_sample(self, x: Tensor, like: tuple[int, ...]) -> Tensor:
+        """Return a constant for one sample of a value, float64, of its shape.
 
         Raises:
             ExportError: It is not the same for each sample, or larger than the value.
@@ -143,8 +143,16 @@ class Call:
             raise self.refusal(f": a constant must have the shape {like} of a sample") from error
         if not torch.equal(whole, whole[:1].expand_as(whole)):
             raise self.refusal(": a constant must be the same for each sample")
+        return whole[0].detach().cpu()
+
+    def constant(self, x: Tensor, like: tuple[int, ...]) -> str:
+        """Add a constant of the shape of one sample of a value; return its name.
+
+        Raises:
+            ExportError: As ``of_sample``.
+        """
         name = self.builder.unused(f"{self.name}.constant")
-        return constant(self.builder, name, whole[0].detach().cpu())
+        return constant(self.builder, name, self.of_sample(x, like))
 
 
 _NAMES = ("input", "self"), ("other", "mat2")  # of what torch's functions take first, and second

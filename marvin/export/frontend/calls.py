@@ -73,23 +73,42 @@ def _mul(builder: Builder, call: Call) -> str:
 
 
 def _scaled(builder: Builder, call: Call) -> str:
-    """Add a product with a number: a power of two exactly, else with ``scale_wl`` bits."""
+    """Add a product with numbers, one a channel at most: powers of two exactly, else with ``scale_wl`` bits."""
     (number,) = (x for x in call.args if not isinstance(x, fx.Node))
     is_divided = call.node.target in _DIVISIONS
-    if isinstance(number, Tensor) and number.numel() == 1:
-        number = number.item()
-    if not isinstance(number, int | float) or (is_divided and call.nodes[0] is not call.args[0]):
-        raise call.refusal(": two values of the network, or one and a number, can be multiplied")
-    factor = 1 / number if is_divided and number else float(number)
+    if not isinstance(number, int | float | Tensor) or (
+        is_divided and call.nodes[0] is not call.args[0]
+    ):
+        raise call.refusal(
+            ": values of the network can be multiplied by each other, and by numbers"
+        )
     source = call.codes(call.nodes[0])
-    channels = builder.values[source].channel_count
-    numbers = torch.full((channels,), factor, dtype=torch.float64)
+    dims = range(len(builder.shape(source)))
+    given = torch.as_tensor(number, dtype=torch.float64)
+    factor = call.of_sample(
+        given if given.numel() > 1 else given.reshape(()), builder.shape(source)
+    )
+    factor = 1 / factor if is_divided and factor.all() else factor
+    axes = [i for i in dims if not torch.equal(factor, factor.narrow(i, 0, 1).expand_as(factor))]
+    if len(axes) > 1:
+        raise call.refusal(": numbers must be one a channel, the same in all other dimensions")
+    order = tuple(sorted(dims, key=lambda i: i not in axes))  # channels first
+    moved = _moved(builder, builder.unused(f"{call.name}.channels"), source, order)
+    channels = builder.values[moved].channel_count
+    numbers = factor.permute(order).reshape(channels, -1)[:, 0]
     fmt = exact_format(numbers)
     wl = builder.scale_wl if fmt is None else min(builder.scale_wl, fmt.wl)
     scale, fmt = scales(call.name, numbers, wl)
     offset = torch.zeros_like(scale)
-    result = builder.add(Affine(call.name, (source,), scale, fmt, offset, FixedPoint(2, 0)))
-    builder.whole = lambda inputs: (inputs[0] * factor, inputs[0].abs() * abs(factor))
+    name = call.name if moved == source else builder.unused(f"{call.name}.scaled")
+    result = builder.add(Affine(name, (moved,), scale, fmt, offset, FixedPoint(2, 0)))
+    result = _moved(builder, call.name, result, tuple(order.index(i) for i in dims))
+
+    def whole(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        by = factor.to(inputs[0].device)
+        return inputs[0] * by, inputs[0].abs() * by.abs()
+
+    builder.whole = whole
     if call.node.target in (operator.imul, operator.itruediv, "mul_", "div_"):
         builder.memory.write(call.node, call.nodes[0], result)
     else:

@@ -411,6 +411,52 @@ def test_a_product_behind_batch_norm_keeps_its_scale(factors):
     assert gap < 0.01 * outputs(fixed, x).abs().max()
 
 
+class LayerScale(nn.Module):
+    """Multiplies by a number a channel, as ConvNeXt, CaiT and FrozenBatchNorm2d do."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.conv, self.last, self.way = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 2, 3), way
+        self.gamma = nn.Parameter(torch.tensor([0.3, -1.7, 2.5, 0.01]))
+
+    def forward(self, x):
+        y, gamma = self.conv(x), self.gamma.view(-1, 1, 1)
+        if self.way == "times":
+            y = gamma * y
+        elif self.way == "in place":
+            y *= gamma
+        elif self.way == "divided":
+            y = y / gamma
+        elif self.way == "last":
+            y = (y.permute(0, 2, 3, 1) * self.gamma).permute(0, 3, 1, 2)
+        elif self.way == "grid":
+            y = y * (gamma * torch.arange(6))
+        return self.last(F.relu(y))
+
+
+@pytest.mark.parametrize("way", ["times", "in place", "divided", "last"])
+def test_a_number_a_channel_is_multiplied(way):
+    torch.manual_seed(0)
+    x = torch.randn(8, 1, 8, 8)
+    fixed = marvin.calibrate(LayerScale(way), [x])
+    network = describe(fixed, x)
+    (scaled,) = (op for op in network.operations if isinstance(op, Affine))
+    gamma = fixed.gamma.detach().double()
+    found = scaled.scale.double() * scaled.scale_fmt.lsb
+    wanted = 1 / gamma if way == "divided" else gamma
+    half = 2**6 * scaled.scale_fmt.lsb / 2  # scales lose up to 6 bits for integer kernels
+    torch.testing.assert_close(found, wanted, rtol=0, atol=half)
+    gap = (integer.run(network, x) - outputs(fixed, x)).abs().max()
+    assert gap < 0.01 * outputs(fixed, x).abs().max()
+
+
+def test_numbers_of_more_than_channels_are_refused():
+    x = torch.randn(8, 1, 8, 8)
+    fixed = marvin.calibrate(LayerScale("grid"), [x])
+    with pytest.raises(ExportError, match=r"numbers must be one a channel, the same in all other"):
+        describe(fixed, x)
+
+
 @pytest.mark.parametrize("samples", [torch.zeros(0, 1, 4, 4), torch.zeros(2, 1, 0, 4)])
 def test_samples_of_nothing_are_refused(plain, samples):
     with pytest.raises(ExportError, match=r"samples must be some, to compare on, got shape \("):
