@@ -41,6 +41,7 @@ __all__ = [
     "Estimator",
     "best_format",
     "calibrate",
+    "check_estimator",
     "fitting",
     "layer_formats",
     "weight_format",
@@ -125,8 +126,7 @@ def calibrate(
     check_model(model, "calibrate(model, batches)")
     check_values(model)
     check_uncompiled(model, "calibrate(model, batches)")
-    if estimator not in get_args(Estimator):
-        raise ValueError(f"estimator must be one of {get_args(Estimator)}, got {estimator!r}")
+    check_estimator(estimator)
     for name, wl in (("bits", bits), ("weight_bits", weight_bits)):
         if wl is not None and not (isinstance(wl, Integral) and 2 <= wl <= 32):
             raise ValueError(f"{name} must be a whole number, 2 to 32, got {wl!r}")
@@ -140,6 +140,16 @@ def calibrate(
     else:
         _fix_again(carried, found, batches, bits and int(bits), estimator)
     return found
+
+
+def check_estimator(estimator: object) -> None:
+    """Refuse what is no estimator.
+
+    Raises:
+        ValueError: It is none; says which there are.
+    """
+    if estimator not in get_args(Estimator):
+        raise ValueError(f"estimator must be one of {get_args(Estimator)}, got {estimator!r}")
 
 
 def _copy(model: nn.Module) -> nn.Module:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from marvin import calibration
-from marvin.calibration import Estimator
-from marvin.export.errors import fixed_point
+from marvin.calibration import Estimator, check_estimator
+from marvin.export.errors import check_length, check_tensor, fixed_point
 from marvin.export.frontend.calibrate import calibrate
 from marvin.export.frontend.trace import describe
 from marvin.export.graph.formats import activation_formats
@@ -15,6 +15,7 @@ from marvin.export.graph.nodes import Network
 from marvin.export.passes.round_sums import round_sums
 from marvin.export.targets.packed import Packed, pack_state
 from marvin.rounding import Format
+from marvin.settings import check_model
 
 __all__ = ["Deployed", "Options", "deploy"]
 
@@ -34,6 +35,11 @@ class Options:
         recalibrate: Take the ranges of what the model rounds again, from the samples, in eval mode;
             word lengths and weights stay. See ``marvin.calibrate``.
         estimator: How ranges are found: see ``marvin.calibrate``.
+
+    Raises:
+        ExportError: A word length is out of range.
+        TypeError: A word length is no whole number, or ``recalibrate`` neither True nor False.
+        ValueError: There is no such estimator.
     """
 
     wl: int = 8
@@ -41,6 +47,16 @@ class Options:
     sums_wl: int | None = None
     recalibrate: bool = False
     estimator: Estimator = "noise"
+
+    def __post_init__(self) -> None:
+        """Refuse what no export can take, before it is needed."""
+        check_length("wl", self.wl)
+        check_length("scale_wl", self.scale_wl)
+        if self.sums_wl is not None:
+            check_length("sums_wl", self.sums_wl)
+        if not isinstance(self.recalibrate, bool):
+            raise TypeError(f"recalibrate must be True or False, got {self.recalibrate!r:.80}")
+        check_estimator(self.estimator)
 
 
 @dataclass(frozen=True)
@@ -86,7 +102,18 @@ def deploy(
 
     Raises:
         ExportError: Something in the model cannot be exported; says what, and why.
+        TypeError: An argument is of another kind.
     """
+    check_model(model, "deploy(model, formats, samples, options)")
+    check_tensor(samples)
+    if not isinstance(formats, Mapping):
+        raise TypeError(
+            f"formats must be a mapping of names, got {type(formats).__name__}: write weight_formats(model)"
+        )
+    if not isinstance(options, Options):
+        raise TypeError(
+            f"options must be an Options, got {type(options).__name__}: write Options()"
+        )
     for name, fmt in formats.items():
         fixed_point(name, fmt)
     activations, origin = None, "trained"

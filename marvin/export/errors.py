@@ -3,10 +3,12 @@
 import importlib
 from typing import Any
 
+from torch import Tensor
+
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat
 
-__all__ = ["ExportError", "fixed_point", "require"]
+__all__ = ["ExportError", "check_length", "check_tensor", "fixed_point", "require"]
 
 
 class ExportError(ValueError):
@@ -33,6 +35,41 @@ def fixed_point(name: str, fmt: object) -> FixedPoint:
             "off, marvin.prepare(model).remove(), and write marvin.calibrate(model, batches)"
         )
     return fmt
+
+
+def check_length(name: str, wl: object) -> None:
+    """Refuse what is no word length.
+
+    Args:
+        name: Of the setting.
+        wl: What came.
+
+    Raises:
+        ExportError: It is not 2 to 32 bits.
+        TypeError: It is no whole number.
+    """
+    if not isinstance(wl, int) or isinstance(wl, bool):
+        raise TypeError(f"{name} must be a whole number of bits, got {name}={wl!r:.80}")
+    if not 2 <= wl <= 32:
+        raise ExportError(f"{name} must be 2 to 32 bits, got {name}={wl}")
+
+
+def check_tensor(x: object, name: str = "samples") -> None:
+    """Refuse what is no tensor where one batch is meant.
+
+    Args:
+        x: What came.
+        name: What it is called.
+
+    Raises:
+        TypeError: It is not a tensor; says what to write of an array, and of batches.
+    """
+    if not isinstance(x, Tensor):
+        kind = type(x).__name__
+        instead = (
+            "torch.from_numpy(x)" if kind == "ndarray" else "torch.cat(batches) of their inputs"
+        )
+        raise TypeError(f"{name} must be a tensor, one batch, got {kind}: write {instead}")
 
 
 def require(package: str, extra: str) -> Any:

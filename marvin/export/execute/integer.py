@@ -9,7 +9,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint
-from marvin.export.errors import ExportError
+from marvin.export.errors import ExportError, check_tensor
 from marvin.export.execute.arithmetic import Codes, align, magnitude, round_codes, weigh
 from marvin.export.execute.samples import check_numbers, check_samples
 from marvin.export.execute.transformers import embed, matmul, norm, softmax
@@ -104,7 +104,9 @@ def encode_input(x: Tensor, fmt: FixedPoint) -> Codes:
 
     Raises:
         ExportError: There is a NaN.
+        TypeError: ``x`` is not a tensor.
     """
+    check_tensor(x, "values")
     check_numbers(x)
     values = x.detach().cpu().double().numpy()
     return np.clip(np.rint(values * fmt.scale), fmt.min_code, fmt.max_code).astype(np.int64)

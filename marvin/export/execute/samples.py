@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from marvin.export.errors import ExportError
+from marvin.export.errors import ExportError, check_tensor
 from marvin.export.graph.nodes import Network
 
 __all__ = ["check_numbers", "check_samples"]
@@ -15,8 +15,8 @@ def check_samples(network: Network, x: object) -> None:
         ExportError: ``x`` has another shape than ``(n, *network.input.shape)``.
         TypeError: ``x`` is not a tensor.
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"samples must be a tensor, got {type(x).__name__}")
+    check_tensor(x)
+    assert isinstance(x, Tensor)
     shape = network.input.shape
     if tuple(x.shape[1:]) != shape:
         raise ExportError(f"the input must have shape (n, {shape}), got {tuple(x.shape)}")

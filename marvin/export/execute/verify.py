@@ -25,6 +25,7 @@ from marvin.export.graph.nodes import (
 )
 from marvin.export.graph.transformers import Norm
 from marvin.export.passes.fold import absorbed
+from marvin.settings import check_model
 
 __all__ = ["Difference", "Row", "compare", "evaluating", "verify"]
 
@@ -130,7 +131,10 @@ def compare(network: Network, model: nn.Module, sample: Tensor) -> list[Differen
 
     Raises:
         ExportError: ``sample`` has another shape, or holds a NaN.
+        TypeError: ``network`` is not a ``Network``, or ``model`` no module.
     """
+    check_network(network)
+    check_model(model, "compare(network, model, samples)")
     codes = integer.run_all(network, sample)
     seen: dict[str, Tensor] = {}
     with evaluating(model), torch.no_grad():

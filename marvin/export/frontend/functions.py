@@ -18,6 +18,16 @@ def _dropout(p: float = 0.5, training: bool = True, inplace: bool = False) -> nn
     return None if training and p else nn.Identity()
 
 
+def _stochastic_depth(p: float, mode: str, training: bool = True) -> nn.Module | None:
+    return _dropout(p, training)
+
+
+def _drop_block(
+    p: float, block_size: int, inplace: bool = False, eps: float = 1e-6, training: bool = True
+) -> nn.Module | None:
+    return _dropout(p, training)
+
+
 def _softmax(
     dim: int | None = None, _stacklevel: int = 3, dtype: object = None
 ) -> nn.Module | None:
@@ -114,6 +124,12 @@ _LAYERS: list[tuple[Sequence[object], Callable[..., nn.Module | None]]] = [
     (("detach", "float", torch.detach), nn.Identity),
 ]  # fmt: skip
 _BY_TARGET = {target: make for targets, make in _LAYERS for target in targets}
+# of torchvision, which need not be installed
+_BY_NAME = {
+    "stochastic_depth": _stochastic_depth,
+    "drop_block2d": _drop_block,
+    "drop_block3d": _drop_block,
+}
 
 
 def layer_of(target: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> nn.Module | None:
@@ -124,7 +140,7 @@ def layer_of(target: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         args: Behind the tensor that it takes; plain values.
         kwargs: By name.
     """
-    make = _BY_TARGET.get(target)
+    make = _BY_TARGET.get(target) or _BY_NAME.get(getattr(target, "__name__", ""))
     if make is None:
         return None
     try:

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-__all__ = ["of_call", "of_layer"]
+__all__ = ["of_call", "of_error", "of_layer"]
 
 _SPELL = "call marvin.spell_attention(model) before it is calibrated or trained"
 _NORM = "use BatchNorm2d"
@@ -61,6 +61,8 @@ _CALLS = {
     "glu": _GATE,
     "stack": "use torch.cat of values with a dimension more: x[:, None]",
     "pad": _PAD,
+    "max_pool1d_with_indices": "leave out return_indices=True",
+    "max_pool2d_with_indices": "leave out return_indices=True",
     "zeros_like": "write F.pad(x, sides), which puts zeros around x",
     "new_zeros": "write F.pad(x, sides), which puts zeros around x",
     "linear": _MODULE,
@@ -72,6 +74,14 @@ _CALLS = {
     "einsum": "use nn.Linear or nn.Conv2d, or torch.matmul of two values",
     "dropout": "use nn.Dropout, or training=self.training",
 }
+_BATCH = (
+    "; a size must not be the number of samples: leave it 1, which is repeated for each sample, or put zeros "
+    "around a value, F.pad(x, sides)"
+)
+_ERRORS = {
+    "item assignment": "; write torch.cat of the parts",
+    **{f"{name}()": _BATCH for name in ("zeros", "ones", "full", "empty", "expand")},
+}  # of what torch and Python say of what stands for values
 _ELSE = "the documentation, 'Deploy: Which networks', lists what can"
 
 
@@ -83,3 +93,8 @@ def of_layer(module: nn.Module) -> str:
 def of_call(name: str) -> str:
     """Return what to write instead of a function or a method."""
     return _CALLS.get(name.strip("_"), _ELSE)
+
+
+def of_error(text: str) -> str:
+    """Return what to write instead of code that cannot be traced, behind ``"; "``; nothing where that is not known."""
+    return next((instead for part, instead in _ERRORS.items() if part in text), "")

@@ -61,9 +61,12 @@ def observe(model: nn.Module, graph: fx.Graph, samples: Tensor) -> Observed:
             watcher.run(samples.clone())
         except Exception as error:  # whatever the model's own code raises
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
-            shape = tuple(samples.shape)
+            got, instead = f"shape {tuple(samples.shape)}", ""
+            if samples.dtype is not torch.float32:
+                got = f"{samples.dtype} and {got}"
+                instead = ": write samples.float(), scaled as in training, unless they are indices"
             raise ExportError(
-                f"the model must take samples of shape {shape}, got {reason}"
+                f"the model must take samples of {got}, got {reason}{instead}"
             ) from error
     return watcher.observed
 

@@ -16,7 +16,7 @@ from torch.fx.proxy import TraceError
 from fixedpoint_kernels import FixedPoint, forward_save
 from fixedpoint_kernels.forward_save.swap import is_converted
 from marvin.channels import ChannelFormat
-from marvin.export.errors import ExportError
+from marvin.export.errors import ExportError, check_length, check_tensor
 from marvin.export.execute.verify import evaluating
 from marvin.export.frontend.activations import ACTIVATIONS, exact
 from marvin.export.frontend.builder import Builder
@@ -26,7 +26,7 @@ from marvin.export.frontend.counts import OtherCount
 from marvin.export.frontend.follow import Follower, Step, check_numbers
 from marvin.export.frontend.foreign import check_finite, check_own, kind_of
 from marvin.export.frontend.functions import layer_of
-from marvin.export.frontend.instead import of_layer
+from marvin.export.frontend.instead import of_error, of_layer
 from marvin.export.frontend.layers import MODULES, SAME
 from marvin.export.frontend.observe import observe
 from marvin.export.frontend.sizes import SampleSizes
@@ -101,16 +101,16 @@ def describe(  # noqa: PLR0913  each is a choice of the user's
 
     Raises:
         ExportError: Something in the model cannot be exported; says what, and why.
-        TypeError: ``model`` is no module, or what ``torch.compile`` returned; or ``sample`` is no tensor.
+        TypeError: ``model`` is no module, or what ``torch.compile`` returned; or ``sample`` is no tensor, or a word
+            length no whole number.
     """
     check_model(model, "describe(model, samples)")
     check_uncompiled(model, "describe(model, samples)")
-    if not isinstance(sample, Tensor):
-        raise TypeError(f"samples must be a tensor, one batch, got {type(sample).__name__}")
-    if not sample.numel():
-        raise ExportError(f"samples must be some, to compare on, got shape {tuple(sample.shape)}")
-    if any(x is not None and x.isnan().any() for x in (sample, calibration)):
-        raise ExportError("the input must be numbers, got NaN: leave such samples out")
+    for name, lengths in {"scale_wl": scale_wl, "wl": wl}.items():
+        check_length(name, lengths)
+    _check_taken("samples", sample)
+    if calibration is not None:
+        _check_taken("calibration", calibration)
     if isinstance(model, _WRAPPERS):
         raise ExportError(
             f"the model must come without {type(model).__name__}: write describe(model.module, samples)"
@@ -143,6 +143,17 @@ def describe(  # noqa: PLR0913  each is a choice of the user's
     finally:
         for name in set(vars(model)) - own:  # tensors that the tracer leaves there
             delattr(model, name)
+
+
+def _check_taken(name: str, x: Tensor) -> None:
+    """Refuse samples on which nothing can be compared, and of which no range can be taken."""
+    check_tensor(x, name)
+    if not x.numel():
+        raise ExportError(f"{name} must hold some, to compare on, got shape {tuple(x.shape)}")
+    if x.is_meta:
+        raise ExportError(f"{name} must have values, got a tensor of the device meta")
+    if x.isnan().any():
+        raise ExportError("the input must be numbers, got NaN: leave such samples out")
 
 
 def _plain(model: nn.Module) -> nn.Module:
@@ -376,11 +387,12 @@ def _traced(
             return tracer.trace(model), tracer
         except Exception as error:  # whatever the model's own code raises on a tracer's proxies
             first_line = str(error).partition("\n")[0]
-            hint = ""
+            hint = of_error(first_line)
+            is_known = bool(hint)
             if "ProxyOfValue" in first_line:
                 first_line = first_line.replace("ProxyOfValue", "a value or a size")
-                hint = "; where a size is meant, write the number, such as range(2, 4)"
-            if hint or isinstance(error, TraceError):
+                hint += "; where a size is meant, write the number, such as range(2, 4)"
+            if (hint and not is_known) or isinstance(error, TraceError):
                 hint += (
                     "; in forward, no if and no loop may depend on values of tensors, or on how many "
                     "samples come"
@@ -536,6 +548,8 @@ def _output(builder: Builder, node: fx.Node) -> None:
 
 def _heads(builder: Builder, result: Any, label: str) -> Iterator[tuple[str, str]]:
     """Yield label and value of each output."""
+    if isinstance(result, fx.Node) and hasattr(result.target, "_fields"):  # a named tuple
+        result = (*result.args, *result.kwargs.values())
     if isinstance(result, fx.Node) and result in builder.memory:
         yield label or "output", builder.memory.read(result, "the output")
     elif isinstance(result, tuple | list | dict) and result:
@@ -544,7 +558,9 @@ def _heads(builder: Builder, result: Any, label: str) -> Iterator[tuple[str, str
             own = str(key) if isinstance(result, dict) else f"output{key}"
             yield from _heads(builder, inner, f"{label}.{own}".lstrip("."))
     else:
+        kind = result.target if isinstance(result, fx.Node) else None
+        got = f"{kind.__name__}: return a dictionary" if isinstance(kind, type) else result
         raise ExportError(
             "a network must give tensors, or tuples, lists and dictionaries of them, got "
-            f"{label or 'the output'}={result}"
+            f"{label or 'the output'}={got}"
         )

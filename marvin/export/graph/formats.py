@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +12,11 @@ from fixedpoint_kernels import FixedPoint, decode, encode
 from marvin import calibration
 from marvin.calibration import Estimator
 from marvin.compact import master_of
-from marvin.export.errors import ExportError, fixed_point
+from marvin.export.errors import ExportError, check_length, fixed_point
 from marvin.quantized import Quantized
 from marvin.rounder import formats_of
 from marvin.rounding import Format, round_one
+from marvin.settings import check_model
 
 __all__ = [
     "Formats",
@@ -54,7 +56,9 @@ def activation_formats(model: nn.Module) -> dict[str, Formats]:
 
     Raises:
         ExportError: A module rounds to block floating point.
+        TypeError: ``model`` is no module.
     """
+    check_model(model, "activation_formats(model)")
     found = {}
     for name, carried in formats_of(model).items():
         for fmt in (carried.samples, carried.inputs, carried.outputs):
@@ -104,7 +108,9 @@ def weight_formats(model: nn.Module) -> dict[str, Format]:
 
     Raises:
         ExportError: A module has more parameters than formats, or fewer: some were added or taken away.
+        TypeError: ``model`` is no module.
     """
+    check_model(model, "weight_formats(model)")
     found = carried_weights(model)
     for name, module in model.named_modules():
         weight = f"{name}.weight".lstrip(".")
@@ -177,8 +183,20 @@ def masters_of(model: nn.Module, optimizer: Quantized) -> dict[str, Tensor]:
 
     Returns:
         Each with the shape of its parameter, float32, for ``nearest_weights``.
+
+    Raises:
+        ExportError: ``optimizer`` has no parameter of the model.
+        TypeError: One of both is something else.
     """
-    named = ((name, p) for name, p in model.named_parameters() if p in optimizer)
+    check_model(model, "masters_of(model, optimizer)")
+    if not isinstance(optimizer, Quantized):
+        raise TypeError(f"optimizer must be a marvin.Quantized, got {type(optimizer).__name__}")
+    named = [(name, p) for name, p in model.named_parameters() if p in optimizer]
+    if not named:
+        raise ExportError(
+            "the optimizer must have parameters of the model, got another model's: give the model that it trained, no "
+            "copy of it"
+        )
     return {
         name: master_of(optimizer.state[p])
         for name, p in named
@@ -197,10 +215,27 @@ def nearest_weights(
         formats: Of parameters by name; the others are copied.
         masters: What to round, by name; default: the model's own values.
 
+    Raises:
+        ExportError: ``formats`` or ``masters`` have a name that the model lacks, or ``masters`` lacks one of
+            ``formats``.
+        TypeError: ``model`` is no module.
+
     Source:
         MARViN leaves open how the final weights are rounded. Nearest: the same on every export,
         and closer to the masters than one more stochastic draw.
     """
+    check_model(model, "nearest_weights(model, formats)")
+    own = dict(model.named_parameters(remove_duplicate=False))
+    for what, given in {"formats": formats, "masters": masters or {}}.items():
+        if unknown := [name for name in given if name not in own]:
+            near = get_close_matches(unknown[0], own, 1) or [*own][:1]
+            raise ExportError(
+                f"{what} must be of parameters of the model, got {unknown[0]}: write a name as {', '.join(near)}"
+            )
+    if masters is not None and (without := [name for name in formats if name not in masters]):
+        raise ExportError(
+            f"masters must be there of all that has a format, got none of {without[0]}"
+        )
     copied = copy.deepcopy(model)
     for name, p in copied.named_parameters():
         if name in formats:
@@ -223,8 +258,13 @@ def formats_of_weights(
         estimator: How ranges are found: see ``marvin.calibrate``.
 
     Raises:
-        ValueError: Weights are not finite, or no format of ``wl`` bits holds them.
+        ExportError: ``wl`` is no word length.
+        TypeError: ``model`` is no module, or ``wl`` no whole number.
+        ValueError: Weights are not finite, or no format of ``wl`` bits holds them; or there is no such estimator.
     """
+    check_model(model, "formats_of_weights(model)")
+    check_length("wl", wl)
+    calibration.check_estimator(estimator)
     return {
         name: calibration.weight_format(p.detach().float(), wl, estimator)
         for name, p in model.named_parameters()

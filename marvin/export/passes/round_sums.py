@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint
-from marvin.export.errors import ExportError
+from marvin.export.errors import ExportError, check_tensor
 from marvin.export.execute.simulate import apply
 from marvin.export.graph.bounds import value_of
 from marvin.export.graph.formats import fitting
@@ -51,8 +51,7 @@ def round_sums(network: Network, sample: Tensor, wl: int = 8) -> Network:
         TypeError: ``network`` is not a ``Network``, or ``sample`` no tensor.
     """
     check_network(network)
-    if not isinstance(sample, Tensor):
-        raise TypeError(f"the sample must be a tensor, got {type(sample).__name__}")
+    check_tensor(sample)
     shape = network.input.shape
     if tuple(sample.shape[1:]) != shape or not sample.numel():
         wanted = ", ".join(map(str, ("n", *shape)))

@@ -141,7 +141,11 @@ def pack_network(network: Network) -> Packed:
 
     Args:
         network: From ``describe``.
+
+    Raises:
+        TypeError: ``network`` is not a ``Network``.
     """
+    check_network(network)
     packed = _with_network(Packed({}, {}, {}, {}, network.formats(), network))
     return replace(packed, dtypes=dict.fromkeys(packed.codes, torch.float32))
 
@@ -177,8 +181,17 @@ def _decoded(codes: Tensor, fmt: FixedPoint | ChannelFormat) -> Tensor:
     return decode(codes, fmt.fmt, dtype=torch.float64) / scale_of(fmt, codes).double()
 
 
+def _check_packed(packed: object) -> None:
+    if not isinstance(packed, Packed):
+        raise TypeError(
+            f"a Packed must come first, got {type(packed).__name__}: write pack_network(network), or pack_state("
+            "frozen.state_dict(), weight_formats(frozen))"
+        )
+
+
 def sizes(packed: Packed) -> list[Size]:
     """Return the bytes of each tensor."""
+    _check_packed(packed)
     rows = []
     for name, codes in packed.codes.items():
         fmt = packed.formats[name]
@@ -226,6 +239,7 @@ def load(path: str | Path) -> Packed:
 
 def to_bytes(packed: Packed) -> bytes:
     """Return the content of a file."""
+    _check_packed(packed)
     packed = _with_network(packed)
     tensors = {n: pack(codes, packed.formats[n].wl) for n, codes in packed.codes.items()}
     tensors = safetensors.in_file_order(tensors | packed.others)

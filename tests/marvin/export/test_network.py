@@ -275,7 +275,10 @@ def tied(layer):
             tied(nn.BatchNorm2d(2, track_running_stats=False)),
             "1: .* must have running statistics, got none: write track_running_stats=True",
         ),
-        (lambda: Call(lambda m, y: y * m.scale.expand(4)), r"mul: .* or one and a number"),
+        (
+            lambda: Call(lambda m, y: y * torch.arange(16.0).view(4, 4)),
+            "numbers must be one a channel",
+        ),
         (lambda: Call(lambda m, y: y - 2), r"sub: sub\(conv, 2\) cannot be exported"),
         (lambda: Call(lambda m, y: y + 1), r"add: add\(conv, 1\) cannot be exported"),
         (lambda: Call(lambda m, y: torch.cat([y, y])), "cat: cat.* must leave the batch alone"),
@@ -459,7 +462,7 @@ def test_numbers_of_more_than_channels_are_refused():
 
 @pytest.mark.parametrize("samples", [torch.zeros(0, 1, 4, 4), torch.zeros(2, 1, 0, 4)])
 def test_samples_of_nothing_are_refused(plain, samples):
-    with pytest.raises(ExportError, match=r"samples must be some, to compare on, got shape \("):
+    with pytest.raises(ExportError, match=r"samples must hold some, to compare on, got shape \("):
         describe(plain()[0], samples)
 
 
@@ -471,7 +474,9 @@ def test_a_wrapped_model_is_refused(plain):
 
 def test_the_reference_takes_tensors_alone(plain):
     _, network, x = plain()
-    with pytest.raises(TypeError, match="samples must be a tensor, got ndarray"):
+    with pytest.raises(
+        TypeError, match="samples must be a tensor, one batch, got ndarray: write torch.from_numpy"
+    ):
         integer.run(network, x.numpy())
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from marvin.export.errors import ExportError
 from marvin.export.execute import integer
 from marvin.export.execute.arithmetic import Codes
+from marvin.export.execute.samples import check_samples
 from marvin.export.execute.transformers import embed
 from marvin.export.graph.nodes import Conv, Flatten, Network, Round, Weighted, check_network
 from marvin.export.graph.transformers import Constant, Embedding, MatMul
@@ -81,7 +82,11 @@ def costs(network: Network) -> list[Cost]:
 
     Args:
         network: From ``describe``.
+
+    Raises:
+        TypeError: ``network`` is not a ``Network``.
     """
+    check_network(network)
     found: dict[tuple[int, int], tuple[int, int]] = {}
     for op in network.operations:
         if isinstance(op, Weighted):
@@ -114,6 +119,7 @@ def write(network: Network, name: str = "network", *, nibbles: bool = False) -> 
     Raises:
         ExportError: The network has an operation that C has no word for, an input of several
             formats, or sums that 64 bits do not hold; the operation is named.
+        TypeError: ``network`` is not a ``Network``.
     """
     if not name.isidentifier() or not name.isascii():
         raise ExportError(f"the name of a C file must be letters, digits and _, got {name!r:.80}")
@@ -301,9 +307,11 @@ def input_codes(network: Network, x: Tensor) -> Codes:
 
     Raises:
         ExportError: There is a NaN, a number that is no index of an embedding, or the network takes inputs
-            of several formats.
+            of several formats; or ``x`` has another shape.
+        TypeError: ``network`` is not a ``Network``, or ``x`` is not a tensor.
     """
     first = input_of(network)
+    check_samples(network, x)
     if isinstance(first, Embedding):
         embed(first, x)  # refuses what is no index
         return x.detach().cpu().long().numpy().reshape(len(x), -1)

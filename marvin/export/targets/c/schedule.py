@@ -18,6 +18,7 @@ from marvin.export.graph.nodes import (
     Operation,
     Relu,
     Round,
+    check_network,
 )
 from marvin.export.graph.transformers import Embedding, MatMul, Norm, Softmax
 from marvin.export.graph.views import Concat, Pad, Reshape, Slice, Transpose
@@ -65,7 +66,9 @@ def input_of(network: Network) -> Round | Embedding:
 
     Raises:
         ExportError: There are several roundings with different formats, or both.
+        TypeError: ``network`` is not a ``Network``.
     """
+    check_network(network)
     source = network.input.name
     users = [op for op in network.operations if op.inputs == (source,)]
     takes = [op for op in users if isinstance(op, Round | Embedding)]

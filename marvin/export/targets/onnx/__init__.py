@@ -221,6 +221,7 @@ def _written(
     network: Network, container: Container, vnni: bool = False, int4: bool = False
 ) -> tuple[FloatWriter, dict[str, tuple[str, int]]]:
     """Return what has written a network, and name and dtype of its outputs."""
+    check_network(network)
     longest = {"int8": 8, "int16": 16, "float64": 32, "qdq": 16}[container]
     too_long = ""
     for name, fmt in network.words().items():

@@ -405,9 +405,9 @@ def require_exact(network: Network, significand_bits: int, what: str) -> None:
             bits = value.significand.bit_length()
             others = 'container="float64"' if is_float32 else "a packed file or C"
             raise ExportError(
-                f"{name}: sums take {bits} bits, {what} {significand_bits} at most: give what is "
-                "multiplied there shorter formats (a batch norm's scale: scale_wl), or write "
-                f"{others}, which has longer sums"
+                f"{name}: sums take {bits} bits, {what} {significand_bits} at most: round what is added "
+                "(round_sums, --sums-wl 8), give what is multiplied there shorter formats (a batch norm's scale: "
+                f"scale_wl), or write {others}, which has longer sums"
             )
 
 
