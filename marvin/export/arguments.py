@@ -8,9 +8,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["TARGETS", "Parser"]
+__all__ = ["TARGETS", "Parser", "flags_of_others"]
 
 TARGETS = "c", "hls4ml", "onnx", "packed", "qonnx"
+_FLAGS = {  # that one target reads
+    "c": ("nibbles",),
+    "hls4ml": ("backend", "part", "clock", "io", "strategy", "reuse_factor"),
+    "onnx": ("vnni", "int4", "qdq"),
+    "qonnx": ("python",),
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -113,6 +119,18 @@ class Parser(argparse.ArgumentParser):
         add("--strategy", choices=("Latency", "Resource"), default="Latency", help="of hls4ml")
         add("--reuse-factor", type=_whole(1, 10**6), default=1, metavar="N", help="of hls4ml")
         add("--python", default=sys.executable, help="interpreter with qonnx, to verify qonnx")
+
+
+def flags_of_others(given: argparse.Namespace) -> dict[str, str]:
+    """Return flags that none of the targets reads, each with the target that does."""
+    parser = Parser("", None)
+    parser.add_flags("")
+    return {
+        f"--{name.replace('_', '-')}": target
+        for target, names in _FLAGS.items()
+        for name in names
+        if target not in given.to and getattr(given, name) != parser.get_default(name)
+    }
 
 
 def _version() -> str:

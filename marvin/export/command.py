@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from marvin.export.arguments import flags_of_others
 from marvin.export.deployed import Deployed, Options
 from marvin.export.errors import ExportError
 from marvin.export.execute import integer
@@ -34,12 +35,15 @@ def options(given: argparse.Namespace, folder: Path) -> Options:
         folder: See ``export``.
 
     Raises:
-        ValueError: One folder is to take several targets, or is none of an export, or flags exclude each
-            other.
+        ValueError: One folder is to take several targets, or is none of an export, or cannot be there; or flags
+            exclude each other, or are of other targets.
     """
     targets = list(dict.fromkeys(given.to))
     if given.out is not None and len(targets) > 1:
         raise ValueError(f"--out must be of one target, got {len(targets)}: {', '.join(targets)}")
+    for flag, target in flags_of_others(given).items():
+        got = ", ".join(targets)
+        raise ValueError(f"{flag} must come with --to {target}, got --to {got}: leave it out")
     if given.qdq and (given.vnni or given.int4):
         flag = "--vnni" if given.vnni else "--int4"
         raise ValueError(f"--qdq must come without --vnni and --int4, got {flag}: leave it out")
@@ -48,6 +52,11 @@ def options(given: argparse.Namespace, folder: Path) -> Options:
     for out in [given.out] if given.out is not None else [folder / target for target in targets]:
         if out.exists() and not (out.is_dir() and (out / "export.json").is_file()):
             raise ValueError(f"{out} must be an earlier export or not there: choose another --out")
+        above = next(path for path in out.absolute().parents if path.exists())
+        if not above.is_dir():
+            raise ValueError(
+                f"{out} must be in a folder, got the file {above}: choose another --out"
+            )
     return Options(given.wl, given.scale_wl, given.sums_wl, given.recalibrate, given.estimator)
 
 

@@ -85,8 +85,9 @@ def load_tensor(path: str | Path) -> Tensor:
             "numpy.save('inputs.npy', array)"
         )
     is_numpy = Path(path).suffix == ".npy"
+    _check_there(path)
     if not is_numpy:
-        _check_whole(path)
+        _check_whole(path, "numpy.save (.npy), or of torch.save")
     try:
         found: Any = _array(path) if is_numpy else _load(path)
     except OSError:
@@ -158,15 +159,19 @@ def _refusal(path: str | Path, unknown: Sequence[str]) -> str:
     return f"{path} has classes that are not torch's, {named}: if you trust them, add {flags}"
 
 
-def _check_whole(path: str | Path) -> None:
-    """Compare each record of a file with its checksum, which ``torch.load`` does not."""
+def _check_there(path: str | Path) -> None:
     if not Path(path).is_file():
         raise ExportError(f"{path} must be a file, found none")
+
+
+def _check_whole(path: str | Path, required: str = "torch.save") -> None:
+    """Compare each record of a file with its checksum, which ``torch.load`` does not."""
+    _check_there(path)
     try:
         with Path(path).open("rb") as file:
             check_records(file)
     except Exception as error:
-        raise _damaged(path, error) from error
+        raise _damaged(path, error, required) from error
 
 
 def _damaged(path: str | Path, error: Exception, required: str = "torch.save") -> ExportError:

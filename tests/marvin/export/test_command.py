@@ -539,6 +539,7 @@ def test_samples_that_do_not_fit_are_one_line(saved, tmp_path):
     np.savez(tmp_path / "some.npz", x=np.zeros((4, 36), np.float32))
     np.save(tmp_path / "code.npy", np.array([Hostile], object), allow_pickle=True)
     torch.save({"x": 3}, tmp_path / "table.pt")
+    (tmp_path / "some.txt").write_text("1 2 3")
     torch.save(torch.zeros(3), tmp_path / "few.pt")
     y = torch.load(tmp_path / "y.pt")
     torch.save(y + 3 - y.max(), tmp_path / "one.pt")
@@ -553,7 +554,8 @@ def test_samples_that_do_not_fit_are_one_line(saved, tmp_path):
         ),
         (["--inputs", "code.npy"], "code.npy must be a whole file"),
         (["--inputs", "table.pt"], "table.pt must hold a tensor, got dict"),
-        (["--inputs", "none.npy"], "No such file"),
+        (["--inputs", "none.npy"], "none.npy must be a file, found none"),
+        (["--inputs", "some.txt"], "must be a whole file of numpy.save (.npy), or of torch.save"),
         (["--inputs", "x.pt", "--labels", "few.pt"], "must hold 20 whole numbers, got torch.float"),
         (["--shape", "36", "--labels", "y.pt"], "--labels must be those of --inputs"),
         (["--inputs", "x.pt", "--labels", "one.pt"], "must hold classes, 0 to 2, got 3: the first"),
@@ -575,6 +577,10 @@ def test_samples_that_do_not_fit_are_one_line(saved, tmp_path):
             "--qdq must come without --vnni and --int4, got --int4: leave it out",
         ),
         (["--out", "."], ". must be an earlier export or not there: choose another --out"),
+        (["--out", "/dev/null/x"], "must be in a folder, got the file /dev/null: choose another"),
+        (["--nibbles"], "--nibbles must come with --to c, got --to onnx: leave it out"),
+        (["--backend", "Vivado"], "--backend must come with --to hls4ml, got --to onnx: leave it"),
+        (["--reuse-factor", "2"], "--reuse-factor must come with --to hls4ml, got --to onnx"),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_the_model_is_read(words, message):

@@ -475,7 +475,7 @@ def test_a_wrapped_model_is_refused(plain):
 def test_the_reference_takes_tensors_alone(plain):
     _, network, x = plain()
     with pytest.raises(
-        TypeError, match="samples must be a tensor, one batch, got ndarray: write torch.from_numpy"
+        TypeError, match=r"samples must be a tensor, one batch, got ndarray: write torch.from_numpy"
     ):
         integer.run(network, x.numpy())
 
