@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.node import map_aggregate
+from torch.fx.node import Argument, map_aggregate
 from torch.fx.proxy import TraceError
 
 from fixedpoint_kernels import FixedPoint, forward_save
@@ -304,11 +304,11 @@ class _Tracer(Tracer):
         root, *inputs = args  # the model itself rounds, as modules do in ``call_module``
         return self._rounding(fn, formats), [root, *(self._round(x, formats.input) for x in inputs)]
 
-    def _rounding(self, fn: Callable[..., Any], formats: Formats) -> Callable[..., Any]:
+    def _rounding(self, fn: Callable[..., Argument], formats: Formats) -> Callable[..., object]:
         """Return ``forward`` of the model, with what it gives rounded."""
 
         @wraps(fn)
-        def rounding(*args: Any) -> Any:
+        def rounding(*args: object) -> object:
             return self._round(fn(*args), formats.output)
 
         return rounding
@@ -359,13 +359,13 @@ class _Tracer(Tracer):
         finally:
             self._computes = False
 
-    def _round(self, values: Any, fmt: FixedPoint | None) -> Any:
+    def _round(self, values: Argument, fmt: FixedPoint | None) -> Any:
         """Round a value, or those inside of tuples, lists and dictionaries."""
         if fmt is None:
             return values
         numbers = fmt.wl, fmt.fl, fmt.symmetric, fmt.signed
 
-        def rounded(x: Any) -> Any:
+        def rounded(x: Argument) -> Argument:
             if not isinstance(x, fx.Proxy):
                 return x
             return self.create_proxy("call_function", round_values, (x, *numbers), {})

@@ -190,7 +190,11 @@ def _check_packed(packed: object) -> None:
 
 
 def sizes(packed: Packed) -> list[Size]:
-    """Return the bytes of each tensor."""
+    """Return the bytes of each tensor.
+
+    Raises:
+        TypeError: ``packed`` is not a ``Packed``, but a network, say.
+    """
     _check_packed(packed)
     rows = []
     for name, codes in packed.codes.items():
@@ -238,7 +242,11 @@ def load(path: str | Path) -> Packed:
 
 
 def to_bytes(packed: Packed) -> bytes:
-    """Return the content of a file."""
+    """Return the content of a file.
+
+    Raises:
+        TypeError: ``packed`` is not a ``Packed``, but a network, say.
+    """
     _check_packed(packed)
     packed = _with_network(packed)
     tensors = {n: pack(codes, packed.formats[n].wl) for n, codes in packed.codes.items()}

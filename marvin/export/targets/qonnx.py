@@ -46,7 +46,11 @@ np.savez(sys.argv[3], *[np.concatenate([one[output] for one in found]) for outpu
 
 
 def is_exact(network: Network) -> bool:
-    """Say whether float32 computes every value of a network without error."""
+    """Say whether float32 computes every value of a network without error.
+
+    Raises:
+        TypeError: ``network`` is not a ``Network``.
+    """
     check_network(network)
     try:
         require_exact(network, _FLOAT32_BITS, "")

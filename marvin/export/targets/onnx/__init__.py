@@ -141,6 +141,7 @@ def container_of(network: Network) -> Container:
 
     Raises:
         ExportError: None is: a sum takes more than 53 bits.
+        TypeError: ``network`` is not a ``Network``.
     """
     reasons = []
     for container in _EXACT:
@@ -184,6 +185,7 @@ def in_floats(network: Network) -> dict[str, str]:
 
     Raises:
         ExportError: As ``container_of``.
+        TypeError: ``network`` is not a ``Network``.
     """
     container = container_of(network)
     writer = _written(network, container)[0]
@@ -202,6 +204,7 @@ def unfused(network: Network) -> list[str]:
 
     Raises:
         ExportError: As ``container_of``.
+        TypeError: ``network`` is not a ``Network``.
     """
     writer = _written(network, container_of(network))[0]
     return sorted(writer.unfused) if isinstance(writer, Int8Writer) else []
