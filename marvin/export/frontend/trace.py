@@ -368,7 +368,8 @@ class _Tracer(Tracer):
         def rounded(x: Argument) -> Argument:
             if not isinstance(x, fx.Proxy):
                 return x
-            return self.create_proxy("call_function", round_values, (x, *numbers), {})
+            proxy: Argument = self.create_proxy("call_function", round_values, (x, *numbers), {})  # pyright: ignore[reportAssignmentType]
+            return proxy
 
         return map_aggregate(values, rounded)
 
