@@ -5,9 +5,9 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
-from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,7 +18,7 @@ from fixedpoint_kernels.philox import Key
 from marvin import state as states
 from marvin.activations import QuantizedActivations
 from marvin.carriers import Carriers
-from marvin.compact import CompactMember, in_float, is_compact, put_tensors, tensors_of
+from marvin.compact import CompactMember, in_float, is_compact, master_of, put_tensors, tensors_of
 from marvin.compact_moves import moves_of_compact
 from marvin.display import listed
 from marvin.gradients import Gradients, by_layer, complete, gather, nonfinite, read
@@ -29,7 +29,7 @@ from marvin.policies.base import Policy, check_policy, check_shared, completed
 from marvin.policies.observer import Inputs, Sums, inputs_of
 from marvin.policies.records import Layer, Step, Update
 from marvin.policies.trace import Switch, merged
-from marvin.ranks import check_not_joining, is_distributed, mean_over_ranks, parallel_models
+from marvin.ranks import ALONE, Processes, is_distributed, processes_of
 from marvin.rounder import ForwardState, Samples
 from marvin.saved import SavesState
 from marvin.settings import (
@@ -48,7 +48,16 @@ from marvin.wrappers import for_wrappers, unwrapped
 
 __all__ = ["Quantized"]
 
-_ATTRIBUTES = "defaults", "param_groups", "policy", "shared", "state", "stored", "trace"
+_ATTRIBUTES = (
+    "defaults",
+    "param_groups",
+    "policy",
+    "process_group",
+    "shared",
+    "state",
+    "stored",
+    "trace",
+)
 """Of an optimizer, also where a wrapper's are set; see ``marvin.wrappers``."""
 
 _LOOK = 100  # steps between two looks at what is clamped
@@ -101,6 +110,10 @@ class Quantized(SavesState, AskedByScaler):
 
     Attributes:
         policy: Decides the formats; ``load_state_dict`` gives it the hyper-parameters of the state.
+        process_group: The processes that train this model together, for who averages gradients by hand:
+            set it to ``torch.distributed.group.WORLD``, say. None, as at first: that of
+            ``DistributedDataParallel`` or ``fully_shard``; without these, this process trains alone.
+            Copies and states do not have it.
         shared: What the policy knows that is common to all layers.
         trace: What switched, oldest first.
 
@@ -118,7 +131,9 @@ class Quantized(SavesState, AskedByScaler):
         >>> optimizer.step(loss=loss)
     """
 
-    _parallel: "list[ref[nn.Module]] | None" = None  # models of several processes, once looked for
+    process_group: dist.ProcessGroup | None = None
+    _processes: Processes | None = None  # that train with this one, once looked for
+    _alike: Processes | None = None  # that have compared what they begin with
     _set_aside: tuple[dict[int, Sums], Samples] | None = None  # see ``_before_scaled_step``
 
     @left_uncompiled
@@ -188,6 +203,8 @@ class Quantized(SavesState, AskedByScaler):
                 'hyper-parameters (optimizer.param_groups[0]["..."] = ...)'
             )
         super().__setattr__(name, value)
+        if name == "process_group":
+            self._processes = None
 
     @contextmanager
     def carrying(self, model: nn.Module) -> Iterator[None]:
@@ -224,8 +241,8 @@ class Quantized(SavesState, AskedByScaler):
             FloatingPointError: The loss, a gradient or a weight that was changed is not finite; or in the
                 second step and every 100th, a master.
             RuntimeError: A gradient is sparse, a CUDA graph is being captured, a model is in ``join()``, another optimizer was
-                made for the same parameters since, the wrapped one got parameter groups or is in eval mode, or ``state`` lost
-                masters.
+                made for the same parameters since, the wrapped one got parameter groups or is in eval mode, ``state`` lost
+                masters, or processes that train together begin with other seeds, masters, settings or formats.
             TypeError: ``closure`` is a loss, ``loss`` no number, or the model was made float64.
             ValueError: ``loss`` has more than one element, a parameter has got another shape, or groups
                 have other parameters; or the wrapped optimizer needs a closure.
@@ -237,7 +254,7 @@ class Quantized(SavesState, AskedByScaler):
         self._check_state()
         check_dtypes(self._layout.names, type(self).__name__)  # model.double() may have come since
         self._check_owner()
-        self._check_processes()
+        processes = self._find_processes()
         if closure is not None:
             with torch.enable_grad():
                 found = closure()
@@ -253,6 +270,9 @@ class Quantized(SavesState, AskedByScaler):
         if looks:
             self._name_unseen()
         broken = self._adopt_changed() + (self._broken_masters() if looks else [])
+        self._check_alike(
+            processes
+        )  # before warnings, which some may take for errors: the others would wait
         self._name_adopted()
         self._name_taken()
         self._begin(p for p in self._layout.names if p.grad is not None)
@@ -265,7 +285,7 @@ class Quantized(SavesState, AskedByScaler):
             return loss
         complete(batches, self.policy, self.shared, self._noise(self._counts.step + 1))
         told = math.nan if broken and loss is not None else loss  # to the other processes
-        mean = mean_over_ranks(told, batches[0].norms.device)
+        mean = processes.mean(told, batches[0].norms.device)
         total, norms, numbers = read(batches, mean)
         if wrong := broken or nonfinite(batches, total, norms, self._layout.names):
             self._leave_out(wrong)
@@ -273,10 +293,11 @@ class Quantized(SavesState, AskedByScaler):
 
         # what the policy makes of it
         samples = self.policy.samples(self.param_groups[0], self.forward_state.counted)
-        seen = inputs_of(self._carriers.observers, samples, batches[0].norms.device)
+        seen = inputs_of(self._carriers.observers, samples, batches[0].norms.device, processes)
         layers, others = self._layers(by_layer(batches, norms, numbers), seen)
         number = self._counts.step + 1
-        now = Step(number, self._seed, self.param_groups[0], total, samples, others)
+        settings = self.param_groups[0]
+        now = Step(number, self._seed, settings, total, samples, others, processes)
         update = self.policy.update(self.shared, layers, now)
         update = self._completed(update, layers, number)
 
@@ -404,12 +425,54 @@ class Quantized(SavesState, AskedByScaler):
             for group, lr in zip(self.param_groups, lrs, strict=True):
                 group["lr"] = lr * (self.lr_scale / before)
 
-    def _check_processes(self) -> None:
-        """Refuse a step that other processes may not do."""
-        if is_distributed():
-            if self._parallel is None:
-                self._parallel = parallel_models(self)
-            check_not_joining(self._parallel)
+    def _find_processes(self) -> Processes:
+        """Return those that train with this one, looked for in the first step; refuse a step that they may not do."""
+        if not is_distributed():
+            self._processes = None
+            return ALONE
+        if self._processes is None:
+            meshes = {groups for own in self._layout.shards.values() if (groups := own.groups)}
+            self._processes = processes_of(self, meshes, self.process_group)
+            if not (meshes or self._processes.models or "process_group" in vars(self)):
+                warn_user(
+                    "this process trains alone: no DistributedDataParallel or fully_shard has the parameters; "
+                    "if gradients are averaged by hand, write optimizer.process_group = "
+                    "torch.distributed.group.WORLD before the first step, else optimizer.process_group = None"
+                )
+        self._processes.check_not_joining()
+        return self._processes
+
+    def _check_alike(self, processes: Processes) -> None:
+        """Refuse the first step of processes that begin with other things."""
+        if not processes.groups or self._alike is processes:
+            return
+        layout, by_process = self._layout, {"seed", *self.policy.rules.by_process}
+        names = [name for name in self.defaults if name not in by_process]
+        told: list[tuple[str, object]] = [
+            ("parameters", [(name, [*p.shape]) for p, name in layout.names.items()]),
+            ("seed", self._seed),
+            ("settings", [[group.get(name) for name in names] for group in self.param_groups]),
+            ("formats", [self._counts.step, *map(str, self.formats().items())]),
+        ]
+        sums = self._sums_of_masters(processes)
+        told += [("masters", sums.get(place)) for place in range(-1, processes.size)]
+        processes.check_alike(told, local(next(iter(layout.names))).device)
+        self._alike = processes
+
+    def _sums_of_masters(self, processes: Processes) -> dict[int, list[int]]:
+        """Return sums over the bits of masters of which other processes have the same.
+
+        By the place of the part that this process holds; those of whole tensors by -1.
+        """
+        shared, is_given = processes.shares(), self.process_group is not None
+        found: dict[int, list[Tensor]] = {}
+        for p in self._masters:
+            shard = self._layout.shards[p]
+            if shard.template is not None or is_given or p in shared:
+                place = -1 if shard.group is None else dist.get_rank(shard.group)
+                bits = local(master_of(self.state[p])).contiguous().view(torch.int32)
+                found.setdefault(place, []).append(bits.sum(dtype=torch.int64))
+        return {place: [int(x) for x in sums] for place, sums in found.items()}
 
     def _check_loss(self, loss: float | Tensor | None, broken: Sequence[str]) -> None:
         """Refuse a loss or weights that are not finite where there is no gradient to tell."""

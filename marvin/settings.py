@@ -400,7 +400,7 @@ def check_wrapped(optimizer: Optimizer, options: Mapping[str, object]) -> None:
     Raises:
         TypeError: It is no optimizer, or passes all on to one.
         ValueError: Its step needs a closure, its state is no optimizer's of torch, it has a
-            hyper-parameter of ``options``, or another ``Quantized`` has it.
+            hyper-parameter of ``options``, it deals out parameters, or another ``Quantized`` has it.
     """
     if not isinstance(optimizer, Optimizer):
         got = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
@@ -425,6 +425,11 @@ def check_wrapped(optimizer: Optimizer, options: Mapping[str, object]) -> None:
         raise closure_needed(optimizer)
     if all(callable(getattr(optimizer, name, None)) for name in ("first_step", "second_step")):
         raise closure_needed(optimizer)
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        raise ValueError(
+            "Quantized needs an optimizer of all parameters, got ZeroRedundancyOptimizer, which deals them "
+            "out: give Quantized the optimizer inside of it, made of fully_shard(model)'s parameters"
+        )
     if type(optimizer).state_dict is not Optimizer.state_dict:
         found = optimizer.state_dict()
         if not {"state", "param_groups"}.issubset(found):

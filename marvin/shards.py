@@ -44,6 +44,15 @@ class Shard:
         """Elements of the whole tensor."""
         return self.shape.numel()
 
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        """Those of all processes that have the tensor or a part, by the mesh's dimensions; none of a plain one."""
+        if self.template is None:
+            return ()
+        mesh = self.template.device_mesh
+        is_all = mesh.size() == dist.get_world_size()
+        return (dist.group.WORLD,) if is_all else tuple(mesh.get_all_groups())
+
     def to_dtensor(self, part: Tensor) -> Tensor:
         """Return the whole tensor of which this process holds ``part``: the same memory.
 

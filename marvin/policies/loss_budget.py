@@ -110,6 +110,7 @@ class LossBudgetPolicy(RangePolicy):
             *("window", "batch_size", "target_bits", "target_ebops", "madds"),
             *("loss_floor", "late"),
         ),
+        by_process=("batch_size",),
     )
     checks: ClassVar[Checks] = Checks(
         choices={"free_zeros": (False, True), "late": (False, True)},

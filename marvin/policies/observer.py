@@ -15,7 +15,7 @@ from fixedpoint_kernels._torch_private.tensors import foreach_abs, foreach_clamp
 from fixedpoint_kernels.norms import norms_many
 from fixedpoint_kernels.observer import MAGNITUDES, mask_and_observe, round_and_observe
 from marvin.policies.ranges import Range, integer_bits_of
-from marvin.ranks import is_distributed, min_over_ranks, sum_over_ranks
+from marvin.ranks import ALONE, Processes
 from marvin.shards import Shard, accumulate_dtype, spread, whole_norms
 
 __all__ = ["Inputs", "Observer", "Sums", "inputs_of", "weight_ranges"]
@@ -178,7 +178,10 @@ class Observer:
 
 
 def inputs_of(
-    observers: Mapping[int, Observer], samples: int, device: torch.device | None = None
+    observers: Mapping[int, Observer],
+    samples: int,
+    device: torch.device | None = None,
+    processes: Processes = ALONE,
 ) -> dict[int, Inputs]:
     """Return what layers saw, by their key; in one transfer. Those that saw nothing are left out.
 
@@ -186,9 +189,10 @@ def inputs_of(
         observers: Of the layers; of several processes each has the same.
         samples: How many went forward in this process; the loss was their mean.
         device: Where the processes communicate; None: on the CPU.
+        processes: Those that train the layers.
     """
     all_sums = {key: observer.sums for key, observer in observers.items()}
-    if not is_distributed():  # others may have seen what this process did not
+    if not processes.groups:  # others may have seen what this process did not
         all_sums = {key: sums for key, sums in all_sums.items() if sums is not None}
     if not all_sums:
         return {}
@@ -200,9 +204,9 @@ def inputs_of(
     lowest, added = torch.stack([sums.scalars() for sums in rows]).split([1, 4], dim=1)
     added = torch.cat([added, torch.full_like(lowest, samples)], dim=1)
     added[:, 2] *= float(samples) ** 2  # of the samples' own losses, not of their mean
-    scalars = torch.cat([min_over_ranks(lowest), sum_over_ranks(added)], dim=1)
+    scalars = torch.cat([processes.min(lowest), processes.sum(added)], dim=1)
     found = {}
-    values = zip(all_sums, sum_over_ranks(counts).tolist(), scalars.tolist(), strict=True)
+    values = zip(all_sums, processes.sum(counts).tolist(), scalars.tolist(), strict=True)
     for key, table, (low, squares, clamped, gradient, has_gradient, every) in values:
         if not (total := sum(table)):
             continue

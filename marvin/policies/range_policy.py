@@ -21,7 +21,7 @@ from marvin.policies.records import (
     word_length,
 )
 from marvin.policies.trace import Switch
-from marvin.ranks import sums_over_ranks
+from marvin.ranks import Processes
 from marvin.settings import Checks, Settings, check_settings
 from marvin.shards import spread
 
@@ -223,7 +223,9 @@ class RangePolicy(Policy):
             return Update(shared, layers)
         masters, shards = [layer.master for layer in layers], [layer.shard for layer in layers]
         wanted = [layer.settings["per_channel"] for layer in layers]
-        weights = zip(weight_ranges(masters, shards, wanted), _gradients(layers), strict=True)
+        weights = zip(
+            weight_ranges(masters, shards, wanted), _gradients(layers, step.processes), strict=True
+        )
         observed: list[Observed] = []
         places = [layer.index for layer in (*layers, *step.frozen)]
         for layer, (measured, gradient) in zip(layers, weights, strict=True):
@@ -359,11 +361,11 @@ def _wider(fmt: TensorFormat, measured: Range) -> TensorFormat:
     return wider if wider.fl < fmt.fl else fmt
 
 
-def _gradients(layers: Sequence[Layer]) -> list[float | None]:
+def _gradients(layers: Sequence[Layer], processes: Processes) -> list[float | None]:
     """Return squared norms of a sample's gradient to the weights, means over the window."""
     records: list[LayerBudget] = [layer.record for layer in layers]
     device = layers[0].master.device if layers else None
-    sums = sums_over_ranks([record.weight_sum for record in records], device)
+    sums = processes.sums([record.weight_sum for record in records], device)
     return [total / r.count if r.count else None for total, r in zip(sums, records, strict=True)]
 
 

@@ -13,6 +13,7 @@ from fixedpoint_kernels.rounding import Rounding
 from marvin.channels import ChannelFormat
 from marvin.policies.observer import Inputs
 from marvin.policies.trace import Switch
+from marvin.ranks import ALONE, Processes
 from marvin.rounding import Format
 from marvin.settings import Settings
 from marvin.shards import Shard
@@ -67,6 +68,7 @@ class Rules:
         owns_lr: Whether the policy schedules the learning rate, by ``lr_scale``, and ends the
             training.
         common: Settings that are read from the first parameter group: others may not differ.
+        by_process: Settings of which each of several processes may have its own.
 
     Raises:
         ValueError: Inputs are observed and not rounded to nearest.
@@ -84,6 +86,7 @@ class Rules:
     takes_shards: bool = True
     owns_lr: bool = False
     common: tuple[str, ...] = ()
+    by_process: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.observes_inputs and self.activation_rounding != "nearest":
@@ -187,6 +190,7 @@ class Step:
         loss: As the user gave it, with the L1 penalty; None where there was none.
         samples: How many samples went forward in this process, as ``Policy.samples`` has it.
         frozen: Layers that have formats and do not train now; their records stay.
+        processes: Those that train these layers; all must take the same decisions.
     """
 
     number: int
@@ -195,6 +199,7 @@ class Step:
     loss: float | None = None
     samples: int = 0
     frozen: Sequence[Layer] = ()
+    processes: Processes = ALONE
 
 
 @dataclass(frozen=True)

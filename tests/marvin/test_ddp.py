@@ -1,5 +1,6 @@
 """DistributedDataParallel: every process takes the same decisions and writes the same bits."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from marvin.ranks import mean_over_ranks, rank
+from marvin.ranks import ALONE, rank
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "marvin" / "data" / "ddp.py"
 sys.path.insert(0, str(SCRIPT.parent))
 
 import ddp  # noqa: E402  pyright: ignore[reportMissingImports]  it is a script
+import processes  # noqa: E402  pyright: ignore[reportMissingImports]  it is a script
 
 
 def run(world, folder, script=SCRIPT):
@@ -61,8 +63,8 @@ def assert_one_process_gives_the_same(kind, expected, losses):
 
 def test_without_other_processes_the_loss_stays():
     loss = torch.tensor(3.0)
-    assert mean_over_ranks(loss, torch.device("cpu")) is loss
-    assert mean_over_ranks(None, torch.device("cpu")) is None
+    assert ALONE.mean(loss, torch.device("cpu")) is loss
+    assert ALONE.mean(None, torch.device("cpu")) is None
     assert rank() == 0
 
 
@@ -71,3 +73,67 @@ def test_a_step_in_join_is_refused_before_any_process_waits(tmp_path):
     run(2, tmp_path, SCRIPT.with_name("join.py"))
     for rank_ in range(2):
         assert "got a step in model.join()" in (tmp_path / f"{rank_}.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What ``processes.py`` found, by process."""
+    if not torch.distributed.is_available():
+        pytest.skip("needs torch.distributed")
+    folder = tmp_path_factory.mktemp("processes")
+    run(2, folder, SCRIPT.with_name("processes.py"))
+    return [json.loads((folder / f"{i}.json").read_text()) for i in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "remedy"),
+    [
+        ("seed", "seed", "give the optimizer the same seed="),
+        (
+            "masters",
+            "masters",
+            "call torch.manual_seed with the same seed before the model is made",
+        ),
+        ("settings", "settings", "the same arguments in each"),
+        ("resumed", "formats, masters", "load the same state in each"),
+        ("sharded seed", "seed", "give the optimizer the same seed="),
+        ("replicas", "masters", "or make the optimizer after DistributedDataParallel"),
+    ],
+)
+def test_processes_that_begin_with_other_things_all_refuse(found, case, name, remedy):
+    for own in found:
+        assert f"got other {name} in some: " in own[case]
+        assert remedy in own[case]
+
+
+@pytest.mark.parametrize(
+    "case", ["taken", "batch_size", "sharded", "same replicas", "by hand", "frozen"]
+)
+def test_processes_that_train_together_end_alike(found, case):
+    """Weights of the first process that all take, samples of their own, rows of their own."""
+    for own in found:
+        assert own[case] is True
+
+
+@pytest.mark.parametrize("case", ["alone", "groups", "mesh"])
+def test_a_model_of_one_process_has_nothing_to_do_with_the_others(found, case):
+    for number, own in enumerate(found):
+        weights, trace = json.loads(json.dumps(processes.train_alone(number)))
+        assert own[case] == [weights, trace]
+        assert len(trace) > 3
+
+
+def test_a_process_says_once_that_it_trains_alone(found):
+    for own in found:
+        (said,) = own["warned"]
+        assert "write optimizer.process_group = torch.distributed.group.WORLD" in said
+        assert own["not warned"] == []
+
+
+def test_the_first_step_has_one_collective_more(found):
+    assert [own["collectives"] for own in found] == [[2, 1, 1]] * 2
+
+
+def test_optimizers_that_are_dealt_out_are_refused_by_name(found):
+    for own in found:
+        assert "got ZeroRedundancyOptimizer, which deals them out" in own["dealt out"]
