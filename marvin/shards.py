@@ -45,7 +45,7 @@ class Shard:
         return self.shape.numel()
 
     @property
-    def groups(self) -> tuple[Any, ...]:
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Those of all processes that have the tensor or a part, by the mesh's dimensions; none of a plain one."""
         if self.template is None:
             return ()

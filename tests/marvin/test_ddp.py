@@ -99,6 +99,7 @@ def found(tmp_path_factory):
         ("sharded seed", "seed", "give the optimizer the same seed="),
         ("replicas", "masters", "or make the optimizer after DistributedDataParallel"),
     ],
+    ids=["seed", "masters", "settings", "resumed", "sharded seed", "replicas"],
 )
 def test_processes_that_begin_with_other_things_all_refuse(found, case, name, remedy):
     for own in found:
