@@ -270,9 +270,8 @@ class Quantized(SavesState, AskedByScaler):
         if looks:
             self._name_unseen()
         broken = self._adopt_changed() + (self._broken_masters() if looks else [])
-        self._check_alike(
-            processes
-        )  # before warnings, which some may take for errors: the others would wait
+        # before warnings, which some may take for errors: the others would wait
+        self._check_alike(processes)
         self._name_adopted()
         self._name_taken()
         self._begin(p for p in self._layout.names if p.grad is not None)
