@@ -50,8 +50,9 @@ class Shard:
         if self.template is None:
             return ()
         mesh = self.template.device_mesh
-        is_all = mesh.size() == dist.get_world_size()
-        return (dist.group.WORLD,) if is_all else tuple(mesh.get_all_groups())
+        if (everyone := dist.group.WORLD) and mesh.size() == everyone.size():
+            return (everyone,)
+        return tuple(mesh.get_all_groups())
 
     def to_dtensor(self, part: Tensor) -> Tensor:
         """Return the whole tensor of which this process holds ``part``: the same memory.
