@@ -397,9 +397,11 @@ class _Values:
         """Return a format of ``wl`` bits, one of them for a sign if there is one."""
         signed = self.low < 0
         own = max(wl, 2) if signed else min(wl, 31)  # of 32 bits, all are signed
-        ends = torch.tensor([self.low, self.high], dtype=torch.float32, device="cpu")
+        kept = torch.cat(self.kept)
+        left_out = [x for x in (self.low, self.high) if x and not (kept == x).any()]
         with _named(f"what comes to {self.name or 'the model'}"):
-            return best_format(torch.cat([*self.kept, ends]), own, estimator, signed=signed)
+            values = torch.cat([kept, torch.tensor(left_out, dtype=kept.dtype, device=kept.device)])
+            return best_format(values, own, estimator, signed=signed)
 
     def again(self, fmt: Format | None, bits: int | None, estimator: Estimator) -> Format | None:
         """Return a format in the place of one; that one where no values came."""
@@ -414,12 +416,11 @@ def best_format(x: Tensor, wl: int, estimator: Estimator, *, signed: bool = True
     Raises:
         ValueError: No format of ``wl`` bits holds the values.
     """
-    ends = x.min(), x.max()
+    held = x  # what may not saturate
     if estimator == "percentile":
-        size = x.abs().sort().values
-        most = size[-1 - len(size) // _ONE_IN]
-        ends = ends[0].clamp(min=-most), ends[1].clamp(max=most)
-    widest = fitting(float(ends[0]), float(ends[1]), wl, signed)
+        size = x.abs()
+        held = x[size <= size.sort().values[-1 - len(x) // _ONE_IN]]
+    widest = fitting(float(held.min()), float(held.max()), wl, signed)
     if estimator != "noise":
         return widest
     finer = range(widest.fl, min(widest.fl + _FINER, _LONGEST_FL) + 1)

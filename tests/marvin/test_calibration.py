@@ -81,6 +81,29 @@ def test_of_the_percentile_one_value_in_10_000_saturates(count, clamped):
     assert found == best_format(most[None], 8, "max")
 
 
+@pytest.mark.parametrize("parts", [1, 4])
+def test_extremes_count_once(parts):
+    torch.manual_seed(0)
+    x = torch.randn(120, 100)
+    x[0, 0] = 1000.0  # the one value in 10,000
+    fixed = marvin.calibrate(nn.Linear(100, 4), x.chunk(parts), estimator="percentile")
+    assert formats_of(fixed)[""].inputs == best_format(x.reshape(-1), 8, "percentile")
+    torch.manual_seed(206)
+    x = torch.randn(16, 4)
+    fmt = formats_of(marvin.calibrate(nn.Linear(4, 2), x.chunk(parts), bits=3))[""].inputs
+    noise = {
+        fl: (quantize(x, FixedPoint(3, fl), rounding="nearest") - x).square().sum()
+        for fl in range(-4, 8)
+    }
+    assert fmt == FixedPoint(3, min(noise, key=noise.__getitem__))
+
+
+def test_what_saturates_sets_no_range():
+    x = torch.full((10_000,), 0.5)
+    x[:2] = torch.tensor([1000.0, -2.0])
+    assert best_format(x, 8, "percentile") == FixedPoint(8, 6)  # from -2 to 127/64
+
+
 def test_no_channel_of_few_weights_saturates():
     layer = nn.Conv2d(4, 4, 3, groups=4, bias=False)
     layer.weight.data.uniform_(-0.4, 0.4)[:, 0, 1, 1] = 1.9
