@@ -86,7 +86,7 @@ class Policy(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if earlier := sorted(set(_EARLIER) & set(vars(cls))):
+        if earlier := [n for n in sorted(_EARLIER) if callable(vars(cls).get(n))]:
             now = ", ".join(f"{name} is now {_EARLIER[name]}" for name in earlier)
             raise TypeError(f"a policy is pure functions from records to records: {now}")
 

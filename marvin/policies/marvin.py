@@ -145,7 +145,7 @@ class MarvinPolicy(Policy):
         margin = settings["strategy_margin"]
         level = adapt_strategy(shared.level, losses, current, window, margin=margin)
         longest = [layer.settings["lookback"][1] for layer in (*layers, *step.frozen)]
-        return Losses(level, (*losses, loss)[-max(window, *longest) :])
+        return Losses(level, (*losses, loss)[-max([window, *longest]) :])
 
     def _switched(
         self, level: Level, layer: Layer, master: Spread, step: Step

@@ -1,6 +1,7 @@
 """What happens to weights and states around a training: the masters follow, nothing is lost."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -414,3 +415,13 @@ def test_a_policy_written_for_the_earlier_interface_is_refused():
             def start(self, settings): ...
 
             def on_step(self, layers, step): ...
+
+
+def test_hyper_parameters_may_have_names_of_earlier_functions():
+    @dataclass(frozen=True)
+    class Mine(marvin.Policy):
+        start: int = 8
+
+        def init(self, settings, shared): ...
+
+    assert Mine().start == 8

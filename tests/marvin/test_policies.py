@@ -263,6 +263,15 @@ def test_formats_that_change_without_a_switch_reach_the_model():
     assert len(optimizer.trace) == 4
 
 
+@pytest.mark.parametrize("policy", PAIRS)
+def test_steps_without_layers_go_with_a_loss(policy):
+    model = nn.Linear(6, 3)
+    optimizer = Quantized(torch.optim.SGD([model.bias], lr=0.1), policy())
+    before = model.bias.detach().clone()
+    steps(model, optimizer, 2)
+    assert not torch.equal(model.bias, before)
+
+
 def test_tables_of_a_policy_are_saved_as_they_are():
     model, optimizer = own(Silent())
     steps(model, optimizer, 2)
