@@ -1,7 +1,7 @@
 """Parameter groups that an optimizer and the one it wraps have in common, and parameters that come later."""
 
 from collections.abc import Collection, Iterable, Sequence
-from operator import is_
+from operator import is_, itemgetter
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class FollowsGroups(WatchesWeights):
     _carriers: Carriers
     forward_state: ForwardState
     _misspelt: frozenset[str] = frozenset()  # what ``_name_misspelt`` has warned of
+    _checked: Sequence[tuple[object, ...]] = ()  # settings of each group that were found right
 
     def _rounds_activations(self) -> bool:
         return any(handle.is_attached for handle in self._carriers.handles)
@@ -140,6 +141,7 @@ class FollowsGroups(WatchesWeights):
         if self._is_made:
             self._follow_groups()
             self._check_shapes()
+            self._check_changed()
         check_groups(self, self.optimizer, new)
 
     def _follow_groups(self) -> None:
@@ -164,6 +166,19 @@ class FollowsGroups(WatchesWeights):
         except (TypeError, ValueError):  # it is refused again at the next step
             self.param_groups = groups
             raise
+
+    def _check_changed(self) -> None:
+        """Refuse settings that somebody changed in a group; those of the wrapped optimizer are its own."""
+        names = [name for name in self.defaults if name not in self.optimizer.defaults]
+        now = [*map(itemgetter(*names), self.param_groups)]
+        if now == self._checked:
+            return
+        for group in self.param_groups:
+            self._check(group)
+        for values, before in zip(now[1:], self._checked[1:], strict=False):
+            pairs = zip(names, values, before, strict=True)
+            self._check_common({name: value for name, value, old in pairs if value != old})
+        self._checked = now
 
     def _check(self, group: Group) -> None:
         """Refuse a parameter group; subclasses add checks of their own."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import takewhile
 from typing import Literal
 
 import torch
@@ -25,7 +26,13 @@ from marvin.gradients import Gradients, by_layer, complete, gather, nonfinite, r
 from marvin.masters import Counts
 from marvin.noise import Purpose, stream
 from marvin.plans import Plans
-from marvin.policies.base import Policy, check_policy, check_shared, completed
+from marvin.policies.base import (
+    Policy,
+    check_lr_scale,
+    check_policy,
+    check_shared,
+    completed,
+)
 from marvin.policies.observer import Inputs, Sums, inputs_of
 from marvin.policies.records import Layer, Step, Update
 from marvin.policies.trace import Switch, merged
@@ -168,6 +175,7 @@ class Quantized(SavesState, AskedByScaler):
             "seed": seed,
         }
         check_shared(policy, policy.init_shared())
+        check_lr_scale(policy, policy.init_shared(), is_first=True)
         settings = policy.settings()
         if clash := sorted({"params", *options} & settings.keys()):
             raise ValueError(
@@ -243,9 +251,11 @@ class Quantized(SavesState, AskedByScaler):
             RuntimeError: A gradient is sparse, a CUDA graph is being captured, a model is in ``join()``, another optimizer was
                 made for the same parameters since, the wrapped one got parameter groups or is in eval mode, ``state`` lost
                 masters, or processes that train together begin with other seeds, masters, settings or formats.
-            TypeError: ``closure`` is a loss, ``loss`` no number, or the model was made float64.
+            TypeError: ``closure`` is a loss, ``loss`` no number, or the model was made float64; or a setting
+                of a group must be a number, and was changed to something else.
             ValueError: ``loss`` has more than one element, a parameter has got another shape, or groups
-                have other parameters; or the wrapped optimizer needs a closure.
+                have other parameters; or the wrapped optimizer needs a closure, or a setting of a group was
+                changed to one that is out of range.
         """
         self._take_back()
         check_step(closure)
@@ -331,8 +341,9 @@ class Quantized(SavesState, AskedByScaler):
 
         Raises:
             RuntimeError: The wrapped optimizer got parameter groups of its own, or ``state`` lost masters.
-            TypeError: A setting of groups that were put in place of others must be a number, and is none.
-            ValueError: A parameter has got another shape, or groups have other parameters.
+            TypeError: A setting of groups that were changed must be a number, and is none.
+            ValueError: A parameter has got another shape, or groups have other parameters or settings that
+                are out of range; or the policy gives learning rates a scale that is not above 0.
         """
         self._check_groups()
         self._check_state()
@@ -344,10 +355,13 @@ class Quantized(SavesState, AskedByScaler):
             layers, _ = self._layers({}, {})
             update = self.policy.end_epoch(self.shared, layers, now)
             update = self._completed(update, layers, now.number)
+            check_lr_scale(self.policy, update.shared)
 
             # nothing is refused any more
             try:
-                self._write(self._keep(update, []), Purpose.INITIAL)
+                written = self._keep(update, [])
+                self._merge_rows(now.number)
+                self._write(written, Purpose.INITIAL)
                 if update.switches:
                     self._carriers.publish(self)
                 self._scale_lrs(lrs, before)
@@ -658,11 +672,16 @@ class Quantized(SavesState, AskedByScaler):
         later = self._completed(later, list(update.layers), now.number)
         records = {layer.index: layer.record for layer in later.layers}
         layers = [own.but(record=records[own.index]) for own in self._layers({}, {})[0]]
-        first = len(self.trace) - len(update.switches)
         written = self._keep(replace(later, layers=layers), [])
-        self.trace[first:] = merged(self.trace[first:])
+        self._merge_rows(now.number)
         self._write(written, Purpose.INITIAL)
         return bool(update.switches or later.switches)
+
+    def _merge_rows(self, step: int) -> None:
+        """Leave one row a layer of those that the trace has of its last step."""
+        count = sum(1 for _ in takewhile(lambda row: row.step == step, reversed(self.trace)))
+        if count:
+            self.trace[-count:] = merged(self.trace[-count:])
 
     def _frozen(self) -> set[Tensor]:
         """Return the parameters that have masters and do not move."""

@@ -1,9 +1,11 @@
 """What decides formats: a frozen record of hyper-parameters, and functions from records to records."""
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
@@ -32,6 +34,7 @@ __all__ = [
     "FixedPolicy",
     "Policy",
     "check_activation_formats",
+    "check_lr_scale",
     "check_measured",
     "check_policy",
     "check_record",
@@ -205,7 +208,7 @@ class Policy(ABC):
         return Update(shared, layers)
 
     def lr_scale_at(self, shared: Any) -> float:
-        """Return what the learning rates are to be multiplied by, all in all."""
+        """Return what the learning rates are to be multiplied by, all in all; before the first epoch ends, 1."""
         return 1.0
 
     def should_stop_at(self, shared: Any) -> bool:
@@ -314,6 +317,27 @@ def check_shared(policy: Policy, shared: object) -> None:
         check_plain("the shared record", shared)
     if type(policy).load_shared is Policy.load_shared:  # others may make it of anything
         _check_class("the shared record", shared, policy.init_shared(), "init_shared")
+
+
+def check_lr_scale(policy: Policy, shared: object, *, is_first: bool = False) -> None:
+    """Refuse what learning rates cannot be multiplied by.
+
+    Args:
+        policy: Whose ``lr_scale_at`` it is.
+        shared: What is common to the layers.
+        is_first: Whether no epoch has ended: the rates are the user's.
+
+    Raises:
+        ValueError: It is not a finite number above 0, or at first not 1.
+    """
+    scale, name = policy.lr_scale_at(shared), f"{type(policy).__name__}.lr_scale_at"
+    if not isinstance(scale, Real) or not 0 < scale < math.inf:
+        raise ValueError(f"{name} must be a finite number above 0, got {scale!r:.60}")
+    if is_first and scale != 1:
+        raise ValueError(
+            f"{name} must be 1 before the first epoch ends, whose learning rate is the optimizer's, got "
+            f"{scale}: give the optimizer that lr, and divide what later epochs have by {scale}"
+        )
 
 
 def _check_class(what: str, record: object, first: object, function: str) -> None:

@@ -141,6 +141,59 @@ def test_settings_out_of_range_are_refused_until_they_are_right():
     train(model, optimizer, 1)
 
 
+@pytest.mark.parametrize(
+    ("policy", "changes", "message"),
+    [
+        (marvin.MarvinPolicy, {"strategy": "Min"}, "strategy must be one of"),
+        (marvin.MarvinPolicy, {"lookback": (5, 2)}, "lookback must be two step counts"),
+        (marvin.LossBudgetPolicy, {"kappa": -1.0}, "kappa must be above 0, got kappa=-1.0"),
+        (marvin.LossBudgetPolicy, {"max_noise": 0.1}, "max_noise must be two numbers above 0"),
+        (marvin.StaticPolicy, {"weights": 20}, "weights must be 2 to 16 bits, got weights=20"),
+        (marvin.FixedPolicy, {"wl": 1}, "word length must be 2 to 32 bits, got wl=1"),
+        (marvin.FixedPolicy, {"nonfinite": "bogus"}, "nonfinite must be one of"),
+    ],
+)
+def test_settings_that_change_in_training_are_checked(policy, changes, message):
+    model = nn.Linear(8, 2)
+    optimizer = marvin.Quantized(torch.optim.SGD(model.named_parameters(), lr=0.1), policy())
+    marvin.quantize_activations(model, optimizer)
+    train(model, optimizer, 2)
+    (group,), before = optimizer.param_groups, model.weight.detach().clone()
+    right = {name: group[name] for name in changes}
+    group.update(changes)
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError), match=message):
+            train(model, optimizer, 1)
+    assert torch.equal(model.weight, before)
+    group.update(right)
+    train(model, optimizer, 1)
+
+
+def test_settings_are_checked_where_they_change_alone(monkeypatch):
+    model, optimizer = setup()
+    train(model, optimizer, 1)
+    calls = []
+    check = marvin.FixedPolicy.check
+    monkeypatch.setattr(marvin.FixedPolicy, "check", lambda *a: (calls.append(a), check(*a)))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.05  # of the wrapped optimizer, which reads it
+    train(model, optimizer, 2)
+    assert not calls
+    optimizer.param_groups[1]["fl"] = 6
+    train(model, optimizer, 2)
+    assert len(calls) == 2
+
+
+def test_what_is_read_from_the_first_group_may_not_change_in_others():
+    model, optimizer = setup()
+    train(model, optimizer, 1)
+    optimizer.param_groups[1]["nonfinite"] = "skip"
+    with pytest.raises(ValueError, match="nonfinite is read from the first parameter group"):
+        train(model, optimizer, 1)
+    optimizer.param_groups[0]["nonfinite"] = "skip"
+    train(model, optimizer, 1)
+
+
 NAMES_OF_OTHERS = [
     "name",
     "lr_scale",

@@ -306,6 +306,65 @@ def test_formats_that_change_after_the_move_are_those_of_the_step():
     torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
+class Twice(Silent):
+    """Changes formats in steps, and at the end of epochs."""
+
+    def update(self, shared, layers, step):
+        record = Note(FixedPoint(8 - step.number % 2, 5))
+        return Update(shared, [layer.but(record=record) for layer in layers])
+
+
+def test_a_layer_has_one_row_in_a_step_that_ends_epochs():
+    model, optimizer = own(Twice())
+    for _ in range(2):
+        steps(model, optimizer, 1)
+        optimizer.end_epoch()
+    optimizer.end_epoch()
+    rows = [(row.step, row.layer, row.wl_before, row.wl) for row in optimizer.trace]
+    names = "0.weight", "2.weight"
+    assert rows == [(1, n, 12, 4) for n in names] + [(2, n, 4, 4) for n in names]
+
+
+@dataclasses.dataclass(frozen=True)
+class Epochs:
+    count: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled(marvin.Policy):
+    """Multiplies learning rates by a number of its own in each epoch."""
+
+    scales: tuple[float, ...] = (1.0,)
+
+    def init_shared(self):
+        return Epochs()
+
+    def init(self, settings, shared):
+        return Note(FixedPoint(12, 6))
+
+    def end_epoch(self, shared, layers, step):
+        return Update(Epochs(shared.count + 1), layers)
+
+    def lr_scale_at(self, shared):
+        return self.scales[shared.count]
+
+
+def test_scales_of_the_learning_rate_begin_at_1_and_are_above_0():
+    optimizer = own(Scaled((1.0, 10.0, 0.5)))[1]
+    for lr in (0.05, 0.5, 0.025):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(lr)
+        if lr > 0.03:
+            optimizer.end_epoch()
+    with pytest.raises(ValueError, match=r"must be 1 before the first epoch ends, .* got 0\.1"):
+        own(Scaled((0.1, 1.0)))
+    for wrong in (0.0, -1.0, float("nan"), float("inf"), "1"):
+        optimizer = own(Scaled((1.0, wrong)))[1]
+        with pytest.raises(ValueError, match="lr_scale_at must be a finite number above 0, got"):
+            optimizer.end_epoch()
+        assert optimizer.shared == Epochs()
+        assert optimizer.param_groups[0]["lr"] == 0.05
+
+
 class Blocks(Silent):
     """Goes to and fro between fixed point and block floating point."""
 
