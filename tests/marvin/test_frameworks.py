@@ -1,6 +1,7 @@
 """Quantised models in the hands of Lightning and transformers, compared bit for bit."""
 
 import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import marvin
+from fixedpoint_kernels import FixedPoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those packages' own
 
@@ -82,6 +84,28 @@ def test_lightning_stops_resumes_tests_and_loads(lightning, tmp_path):
     same(outputs(loaded), outputs(first))
     trainer(lightning, 1, tmp_path).test(first, data(), verbose=False)
     same(torch.cat(first.tested), outputs(first))
+
+
+@dataclass(frozen=True)
+class Bits(marvin.policies.PlainRecord):
+    fmt: FixedPoint
+
+
+@dataclass(frozen=True)
+class Own(marvin.Policy):
+    """A policy of one's own, as docs/own_policy.md has it."""
+
+    def init(self, settings, shared):
+        return Bits(FixedPoint(8, 6))
+
+
+def test_lightning_trains_with_a_policy_of_ones_own(lightning, tmp_path):
+    module = classifier(lightning)()
+    adam = torch.optim.Adam(module.parameters())
+    module.configure_optimizers = lambda: marvin.Quantized(adam, Own())
+    own = trainer(lightning, 1, tmp_path)
+    own.fit(module, data())
+    assert {*own.optimizers[0].formats().values()} == {FixedPoint(8, 6)}
 
 
 def test_lightning_fits_twice(lightning, tmp_path):
