@@ -27,7 +27,8 @@ class FixedPoint:
 
     Raises:
         TypeError: ``wl`` or ``fl`` is not an integer.
-        ValueError: ``wl`` or ``fl`` is out of range; the format is unsigned and symmetric.
+        ValueError: ``wl`` or ``fl`` is out of range, ``symmetric`` or ``signed`` is not True or False; the
+            format is unsigned and symmetric.
     """
 
     wl: int
@@ -36,6 +37,10 @@ class FixedPoint:
     signed: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("symmetric", "signed"):
+            if (given := getattr(self, name)) not in (False, True):
+                raise ValueError(f"{name} must be True or False, got {name}={given!r}")
+            object.__setattr__(self, name, bool(given))
         is_unsigned = not self.signed
         for name, low, high in (("wl", 2 - is_unsigned, 32 - is_unsigned), ("fl", -31, 31)):
             value = _as_int(name, getattr(self, name))
@@ -108,8 +113,13 @@ class FixedPoint:
         """Return the format of a ``qtorch.FixedPoint``.
 
         Raises:
+            TypeError: ``number`` is no such.
             ValueError: ``number`` does not clamp: formats of this package saturate.
         """
+        if not hasattr(number, "clamp"):
+            raise TypeError(
+                f"from_qtorch takes a qtorch.FixedPoint, got {number!r:.60}: write FixedPoint(wl, fl)"
+            )
         if not number.clamp:
             raise ValueError(
                 "a fixed-point format must saturate, got a qtorch one with clamp=False"
@@ -258,7 +268,15 @@ class Minifloat:
 
     @classmethod
     def from_qtorch(cls, number: Any) -> "Minifloat":
-        """Return the format of a ``qtorch.FloatingPoint``."""
+        """Return the format of a ``qtorch.FloatingPoint``.
+
+        Raises:
+            TypeError: ``number`` is no such.
+        """
+        if not hasattr(number, "exp"):
+            raise TypeError(
+                f"from_qtorch takes a qtorch.FloatingPoint, got {number!r:.60}: write Minifloat(exp, man)"
+            )
         return cls(number.exp, number.man)
 
 

@@ -127,6 +127,8 @@ def calibrate(
     check_values(model)
     check_uncompiled(model, "calibrate(model, batches)")
     check_estimator(estimator)
+    if per_channel not in (False, True):
+        raise ValueError(f"per_channel must be True or False, got {per_channel!r}")
     for name, wl in (("bits", bits), ("weight_bits", weight_bits)):
         if wl is not None and not (isinstance(wl, Integral) and 2 <= wl <= 32):
             raise ValueError(f"{name} must be a whole number, 2 to 32, got {wl!r}")

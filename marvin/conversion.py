@@ -91,7 +91,10 @@ def quantize_activations(
             f"{get_args(Rounding)}, got {ste!r} and {eval_rounding!r}"
         )
     if not any(p in optimizer for p in model.parameters()):
-        raise ValueError("no module of the model has a parameter of this optimizer")
+        raise ValueError(
+            "no module of the model has a parameter of this optimizer: make the optimizer of this model's, "
+            "marvin.Quantized(torch.optim.Adam(model.named_parameters()), policy)"
+        )
     others = _of_others(model, optimizer)
     with optimizer.carrying(model):
         handle = _attached(model, optimizer.forward_state, include, exclude, others)
@@ -210,7 +213,8 @@ def _chosen(model: nn.Module, include: _Choice, exclude: _Choice) -> set[str]:
             names = {name for name, module in modules.items() if _is_meant(name, module, item)}
             if not names:
                 raise ValueError(
-                    f"{what} must name modules of the model or classes, got {item!r:.60}"
+                    f"{what} must choose modules that the model has, got {item!r:.60}, of which it has none: "
+                    "print(model) shows them"
                 )
             found[place] |= names
     return found[0] - found[1]

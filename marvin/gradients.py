@@ -173,7 +173,9 @@ def by_layer(
 def _dense(params: Sequence[Tensor]) -> list[Tensor]:
     grads = [p.grad for p in params if p.grad is not None]
     if any(grad.layout is not torch.strided for grad in grads):
-        raise RuntimeError("the optimizer needs dense gradients, got a sparse one")
+        raise RuntimeError(
+            "the optimizer needs dense gradients, got a sparse one: write nn.Embedding without sparse=True"
+        )
     return [grad if grad.dtype is torch.float32 else grad.float() for grad in locals_of(grads)]
 
 

@@ -67,6 +67,7 @@ _ATTRIBUTES = (
 )
 """Of an optimizer, also where a wrapper's are set; see ``marvin.wrappers``."""
 
+_IDLE = 10  # steps without a gradient of which a warning tells
 _LOOK = 100  # steps between two looks at what is clamped
 
 
@@ -141,6 +142,7 @@ class Quantized(SavesState, AskedByScaler):
     process_group: dist.ProcessGroup | None = None
     _processes: Processes | None = None  # that train with this one, once looked for
     _alike: Processes | None = None  # that have compared what they begin with
+    _idle = 0  # steps without a gradient
     _set_aside: tuple[dict[int, Sums], Samples] | None = None  # see ``_before_scaled_step``
 
     @left_uncompiled
@@ -291,6 +293,7 @@ class Quantized(SavesState, AskedByScaler):
         if not batches:
             self._carriers.publish(self)  # which names parameters that left a model
             self._check_loss(loss, broken)
+            self._name_idle()
             return loss
         complete(batches, self.policy, self.shared, self._noise(self._counts.step + 1))
         told = math.nan if broken and loss is not None else loss  # to the other processes
@@ -486,6 +489,17 @@ class Quantized(SavesState, AskedByScaler):
                 bits = local(master_of(self.state[p])).contiguous().view(torch.int32)
                 found.setdefault(place, []).append(bits.sum(dtype=torch.int64))
         return {place: [int(x) for x in sums] for place, sums in found.items()}
+
+    def _name_idle(self) -> None:
+        """Warn once of several steps without a gradient if no step had any, as in a loop over another model."""
+        self._idle += 1
+        trains = any(p.requires_grad for p in self._layout.names)
+        if self._idle == _IDLE and not self._counts.step and trains:
+            warn_user(
+                f"no parameter of this optimizer has had a gradient in {_IDLE} steps, so nothing trains: call "
+                "loss.backward() before step(), and make the optimizer of the model that the loop calls, "
+                "marvin.Quantized(torch.optim.Adam(model.named_parameters()), policy)"
+            )
 
     def _check_loss(self, loss: float | Tensor | None, broken: Sequence[str]) -> None:
         """Refuse a loss or weights that are not finite where there is no gradient to tell."""

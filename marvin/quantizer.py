@@ -1,6 +1,7 @@
 """A module that rounds what goes through it, and the gradient that comes back."""
 
 import itertools
+from numbers import Integral
 from typing import get_args
 
 import torch
@@ -43,7 +44,7 @@ class Quantizer(nn.Module):
 
     Raises:
         TypeError: A format is not a ``FixedPoint``, ``BlockFloat`` or ``Minifloat``.
-        ValueError: A rounding, ``ste`` or ``number`` is unknown.
+        ValueError: A rounding or ``ste`` is unknown, ``seed`` or ``number`` out of range.
 
     Examples:
         >>> number = fixedpoint_kernels.FixedPoint(8, 4)
@@ -77,8 +78,11 @@ class Quantizer(nn.Module):
         if ste not in get_args(StraightThrough):
             raise ValueError(f"ste must be one of {get_args(StraightThrough)}, got {ste!r}")
         number = next(_NUMBERS) % _COUNT if number is None else number
-        if not 0 <= number < _COUNT:
-            raise ValueError(f"number must be 0 to {_COUNT - 1}, got {number}")
+        for name, value, end in (("seed", seed, 2**63), ("number", number, _COUNT)):
+            if not (isinstance(value, Integral) and 0 <= value < end):
+                raise ValueError(
+                    f"{name} must be a whole number, 0 to {end - 1}, got {value!r:.60}"
+                )
         self.forward_format, self.backward_format = forward_format, backward_format
         self.forward_rounding, self.backward_rounding = forward_rounding, backward_rounding
         self.ste: StraightThrough = ste

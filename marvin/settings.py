@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -60,6 +60,10 @@ Settings = Mapping[str, Any]
 _Rule = tuple[str, Callable[[Settings], bool], str]
 
 
+def _whole(name: str) -> _Rule:
+    return name, lambda s: isinstance(s[name], Integral), "a whole number of bits"
+
+
 @dataclass(frozen=True)
 class Checks:
     """What some hyper-parameters must be.
@@ -83,6 +87,8 @@ OPTIONS = Checks(
         "master_init": ("float", "quantized"),
         "nonfinite": ("raise", "skip"),
         "compact_state": (False, True),
+        "normalize_gradients": (False, True),
+        "quantize_gradients": (False, True),
     },
 )
 SGD = Checks(
@@ -99,6 +105,7 @@ MARVIN = Checks(
         "kl_counts": ("expected", "sampled"),
         "pushdown_range": ("current", "full"),
         "pushup": ("adapt", "marvin"),
+        "symmetric": (False, True),
     },
     (
         ("max_wl", lambda s: 3 <= s["max_wl"] <= 32, "3 to 32 bits"),
@@ -123,6 +130,7 @@ MARVIN = Checks(
         ("lookback_momentum", lambda s: 0 < s["lookback_momentum"] <= 1, "above 0 and at most 1"),
         ("kl_smoothing", lambda s: s["kl_smoothing"] > 0, "above 0"),
         ("kl_eps", lambda s: s["kl_eps"] == "noise" or _is_number(s["kl_eps"]), '>= 0 or "noise"'),
+        *map(_whole, ("max_wl", "init_wl", "init_fl", "min_fl", "buffer_bits")),
     ),
 )
 
@@ -329,11 +337,13 @@ def check_batches(batches: object, call: str) -> None:
 
 
 def check_params(params: object, call: str) -> None:
-    """Refuse a model, or a mapping of names, in place of parameters.
+    """Refuse a model, a mapping of names, or nothing, in place of parameters.
 
     Raises:
         TypeError: It is one.
     """
+    if not isinstance(params, Iterable | nn.Module):
+        raise TypeError(f"parameters must come first, got {type(params).__name__}: write {call}")
     if isinstance(params, nn.Module | Mapping):
         what = "a mapping" if isinstance(params, Mapping) else "the model"
         raise TypeError(
@@ -399,7 +409,7 @@ def check_wrapped(optimizer: Optimizer, options: Mapping[str, object]) -> None:
 
     Raises:
         TypeError: It is no optimizer, or passes all on to one.
-        ValueError: Its step needs a closure, its state is no optimizer's of torch, it has a
+        ValueError: Its step needs a closure or sparse gradients, its state is no optimizer's of torch, it has a
             hyper-parameter of ``options``, it deals out parameters, or another ``Quantized`` has it.
     """
     if not isinstance(optimizer, Optimizer):
@@ -419,6 +429,11 @@ def check_wrapped(optimizer: Optimizer, options: Mapping[str, object]) -> None:
         raise ValueError(
             f"Quantized needs an optimizer of its own, got the {name} that another Quantized has: "
             f"make a new {name} of the model's parameters"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError(
+            "Quantized needs an optimizer of dense gradients, got SparseAdam: write torch.optim.Adam, and "
+            "nn.Embedding without sparse=True"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

@@ -1,5 +1,7 @@
 """Momenta and masters in few bits: simulated low-precision optimizer state."""
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -10,6 +12,7 @@ from marvin.noise import Purpose, stream
 from marvin.quantized import Quantized
 from marvin.quantizer import Number
 from marvin.rounding import round_one
+from marvin.warned import warn_user
 from marvin.wrappers import unwrapped
 
 __all__ = ["round_state"]
@@ -29,7 +32,8 @@ def round_state(
     The order is that of QPyTorch: the wrapped optimizer moves the masters; these are rounded to
     ``master``; the weights are rounded from them as always; momenta are rounded to ``momentum``. It is a
     simulation: everything stays float32. Noise is of the optimizer's seed and step, so a resumed
-    training, where this is called again, has the same bits. Copies and pickles of the optimizer do not
+    training, where this is called again, has the same bits. A warning names an optimizer that has no momentum
+    to round after its first step. Copies and pickles of the optimizer do not
     round, as they have no hooks of torch's: call this for them, too.
 
     Args:
@@ -44,7 +48,7 @@ def round_state(
     Raises:
         TypeError: ``optimizer`` is not one of fixed point, or a format is not a ``FixedPoint``,
             ``BlockFloat`` or ``Minifloat``; in ``step``: parameters are sharded.
-        ValueError: Nothing is to be rounded; the optimizer has ``compact_state``.
+        ValueError: Nothing is to be rounded; the optimizer has ``compact_state``; ``rounding`` is unknown.
 
     Source:
         ``qtorch.optim.OptimLP``.
@@ -55,16 +59,15 @@ def round_state(
             f"policy), got {type(optimizer).__name__}"
         )
     optimizer = unwrapped(optimizer)
-    if momentum is None and master is None:
-        raise ValueError("round_state needs a format: write momentum= or master=")
-    if any(group["compact_state"] for group in optimizer.param_groups):
-        raise ValueError("state is compact already, got compact_state=True: leave one of them out")
-    for fmt in (momentum, master):
-        if not isinstance(fmt, Number | None):
-            raise TypeError(f"a format must be a FixedPoint, BlockFloat or Minifloat, got {fmt!r}")
+    _check(optimizer, momentum, master, rounding)
+    is_sought = momentum is not None
 
     @torch.no_grad()
     def after(wrapped: Optimizer, _args: object, _keywords: object) -> None:
+        nonlocal is_sought
+        if is_sought:
+            is_sought = False
+            _name_missing(wrapped)
         first, place = stream(Purpose.QUANTIZER, optimizer._counts.step, 2**19), 0
         for p in (p for group in wrapped.param_groups for p in group["params"]):
             momenta = wrapped.state.get(p, {})
@@ -75,3 +78,27 @@ def round_state(
                 place += 1
 
     return optimizer.optimizer.register_step_post_hook(after)
+
+
+def _check(
+    optimizer: Quantized, momentum: Number | None, master: Number | None, rounding: Rounding
+) -> None:
+    """Refuse what ``round_state`` cannot do."""
+    if momentum is None and master is None:
+        raise ValueError("round_state needs a format: write momentum= or master=")
+    if any(group["compact_state"] for group in optimizer.param_groups):
+        raise ValueError("state is compact already, got compact_state=True: leave one of them out")
+    if rounding not in get_args(Rounding):
+        raise ValueError(f"rounding must be one of {get_args(Rounding)}, got {rounding!r}")
+    for fmt in (momentum, master):
+        if not isinstance(fmt, Number | None):
+            raise TypeError(f"a format must be a FixedPoint, BlockFloat or Minifloat, got {fmt!r}")
+
+
+def _name_missing(wrapped: Optimizer) -> None:
+    """Warn of an optimizer that has no momentum after a step."""
+    if not any(name in own for own in wrapped.state.values() for name in _MOMENTA):
+        warn_user(
+            f"round_state rounds {', '.join(_MOMENTA)}, of which {type(wrapped).__name__} has none: "
+            "nothing is rounded to momentum; leave it out, or give the optimizer a momentum"
+        )

@@ -270,7 +270,7 @@ def check_policy(policy: object) -> None:
         raise TypeError(f"policy must be an object, got the class {name}: write {name}()")
     if not isinstance(policy, Policy):
         raise TypeError(
-            f"policy must be one such as marvin.MarvinPolicy(), got {type(policy).__name__}"
+            f"policy must be one such as marvin.LossBudgetPolicy(), got {type(policy).__name__}"
         )
     if not isinstance(policy.rules, Rules):
         raise TypeError(

@@ -3,13 +3,15 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fixedpoint_kernels import BlockFloat
-from marvin.policies.base import Policy
+from marvin.policies.base import Policy, fields_of
 from marvin.policies.records import (
     ActivationFormats,
     Layer,
@@ -23,10 +25,33 @@ from marvin.policies.records import (
 )
 from marvin.policies.trace import Switch
 from marvin.rounding import Format
-from marvin.settings import Group, Settings
+from marvin.settings import Checks, Group, Settings, check_settings
 
 __all__ = ["MuppetPolicy", "Stage", "epoch_diversity", "threshold"]
 
+
+def _is_whole(value: Any, least: int) -> bool:
+    return value >= least and isinstance(value, Integral)
+
+
+def _is_rising(levels: Any) -> bool:
+    return bool(levels) and all(a < b for a, b in pairwise(levels))
+
+
+_CHECKS = Checks(
+    choices={
+        "window_kind": ("rolling", "block"),
+        "threshold_epoch": ("absolute", "since_switch"),
+    },
+    rules=(
+        ("levels", lambda s: _is_rising(s["levels"]), "rising word lengths, such as (8, 12, 32)"),
+        ("window", lambda s: _is_whole(s["window"], 1), "a whole number from 1 on"),
+        ("patience", lambda s: _is_whole(s["patience"], 1), "a whole number from 1 on"),
+        ("epochs_per_lr", lambda s: _is_whole(s["epochs_per_lr"], 1), "a whole number from 1 on"),
+        ("lr_decays", lambda s: _is_whole(s["lr_decays"], 0), "a whole number from 0 on"),
+        ("lr_factor", lambda s: 0 < s["lr_factor"] < math.inf, "finite and above 0"),
+    ),
+)
 _FLOAT = 32  # bits: this level is float32
 _BASE, _HEIGHT, _DECAY = 1.0, 1.5, 0.1  # of the threshold
 
@@ -84,6 +109,7 @@ class MuppetPolicy(Policy):
         lr_factor: What it is then multiplied by.
 
     Raises:
+        TypeError: An argument that must be a number is not one.
         ValueError: An argument is out of range.
 
     Source:
@@ -110,20 +136,9 @@ class MuppetPolicy(Policy):
     )
 
     def __post_init__(self) -> None:
-        rising = all(a < b for a, b in zip(self.levels, self.levels[1:], strict=False))
-        if not self.levels or not rising:
-            raise ValueError(f"levels must be rising word lengths, got {self.levels}")
+        check_settings(fields_of(self), _CHECKS)
         for level in self.levels:
             _format(level)
-        for name in ("window", "patience", "epochs_per_lr"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {name}={getattr(self, name)}")
-        if self.window_kind not in ("rolling", "block"):
-            raise ValueError(f"window_kind must be rolling or block, got {self.window_kind!r}")
-        if self.threshold_epoch not in ("absolute", "since_switch"):
-            raise ValueError(
-                f"threshold_epoch must be absolute or since_switch, got {self.threshold_epoch!r}"
-            )
 
     def settings(self) -> Group:
         """See ``Policy``: the network has one word length, so no group may differ."""

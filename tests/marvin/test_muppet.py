@@ -251,11 +251,16 @@ def test_a_state_of_fewer_levels_is_refused():
     [
         ({"levels": (12, 8)}, "levels must be rising word lengths"),
         ({"levels": (8, 40)}, "word length must be 2 to 24 bits, got wl=40"),
-        ({"window": 0}, "window must be 1 or more, got window=0"),
-        ({"window_kind": "sliding"}, "window_kind must be rolling or block, got 'sliding'"),
-        ({"threshold_epoch": "x"}, "threshold_epoch must be absolute or since_switch"),
+        ({"levels": 8}, r"levels must be rising word lengths, such as \(8, 12, 32\), got levels=8"),
+        ({"window": 0}, "window must be a whole number from 1 on, got window=0"),
+        ({"window_kind": "sliding"}, r"must be one of \('rolling', 'block'\), got 'sliding'"),
+        ({"threshold_epoch": "x"}, "threshold_epoch must be one of"),
+        ({"lr_factor": "x"}, "lr_factor must be finite and above 0, got lr_factor='x'"),
+        ({"lr_factor": -1}, "lr_factor must be finite and above 0, got lr_factor=-1"),
+        ({"lr_decays": "x"}, "lr_decays must be a whole number from 0 on, got lr_decays='x'"),
+        ({"lr_decays": -1}, "lr_decays must be a whole number from 0 on"),
     ],
 )
 def test_bad_settings_are_named(settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         MuppetPolicy(**settings)

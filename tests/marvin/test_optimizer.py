@@ -646,6 +646,10 @@ def test_seeds_differ():
         ({"strategy": "up"}, "strategy must be one of .* got 'up'"),
         ({"kl_smoothing": 0}, "kl_smoothing must be above 0"),
         ({"kl_eps": "exact"}, "kl_eps must be"),
+        ({"init_wl": 8.5}, r"init_wl must be a whole number of bits, got init_wl=8\.5"),
+        ({"symmetric": "no"}, r"symmetric must be one of \(False, True\), got 'no'"),
+        ({"normalize_gradients": "no"}, r"normalize_gradients must be one of \(False, True\)"),
+        ({"quantize_gradients": 8}, r"quantize_gradients must be one of \(False, True\), got 8"),
     ],
 )
 def test_bad_settings_are_named(settings, message):

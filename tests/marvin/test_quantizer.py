@@ -106,7 +106,7 @@ def test_a_resumed_quantizer_has_the_same_bits():
         ((FIXED, "float"), {}, TypeError, "got 'float'"),
         ((FIXED,), {"forward_rounding": "up"}, ValueError, "rounding must be one of"),
         ((FIXED,), {"ste": "none"}, ValueError, "ste must be one of"),
-        ((FIXED,), {"number": -1}, ValueError, "number must be 0 to"),
+        ((FIXED,), {"number": -1}, ValueError, "number must be a whole number, 0 to"),
     ],
 )
 def test_what_a_quantizer_does_not_take(arguments, keywords, error, message):

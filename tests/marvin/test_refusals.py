@@ -12,6 +12,8 @@ from torch import nn
 import fixedpoint_kernels
 import marvin
 
+FIXED = fixedpoint_kernels.FixedPoint(8, 4)
+
 
 def model():
     return nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -35,8 +37,8 @@ def test_a_loss_goes_by_its_name(loss):
     ("policy", "message"),
     [
         (marvin.FixedPolicy, r"got the class FixedPolicy: write FixedPolicy\(\)"),
-        (None, r"must be one such as marvin.MarvinPolicy\(\), got NoneType"),
-        ("marvin", r"must be one such as marvin.MarvinPolicy\(\), got str"),
+        (None, r"must be one such as marvin.LossBudgetPolicy\(\), got NoneType"),
+        ("marvin", r"must be one such as marvin.LossBudgetPolicy\(\), got str"),
     ],
 )
 def test_a_policy_is_an_object(policy, message):
@@ -227,10 +229,11 @@ def test_a_rate_is_a_number():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "came"), [(model(), "the model"), (model().state_dict(), "a mapping")]
+    ("wrong", "came"),
+    [(model(), "the model"), (model().state_dict(), "a mapping"), (None, "NoneType")],
 )
 def test_msgd_takes_parameters_and_not_the_model(wrong, came):
-    with pytest.raises(TypeError, match=rf"got {came} .*: write MSGD\(model.named_parameters\("):
+    with pytest.raises(TypeError, match=rf"got {came}.*: write MSGD\(model.named_parameters\("):
         marvin.MSGD(wrong)
 
 
@@ -390,6 +393,84 @@ def test_tensors_of_other_types_are_told_what_to_write():
     fmt = fixedpoint_kernels.FixedPoint(8, 4)
     with pytest.raises(TypeError, match=r"got torch.float64: write x.float\(\)"):
         fixedpoint_kernels.quantize(torch.ones(2).double(), fmt)
+
+
+@pytest.mark.parametrize("name", ["symmetric", "signed"])
+def test_what_a_format_has_or_not_is_a_truth_value(name):
+    with pytest.raises(ValueError, match=f"{name} must be True or False, got {name}='no'"):
+        fixedpoint_kernels.FixedPoint(8, 4, **{name: "no"})
+    fmt = fixedpoint_kernels.FixedPoint(8, 4, **{name: np.bool_(name == "symmetric")})
+    assert type(fmt.min_code) is int
+
+
+@pytest.mark.parametrize("kind", [fixedpoint_kernels.FixedPoint, fixedpoint_kernels.Minifloat])
+def test_formats_of_qtorch_are_formats_of_qtorch(kind):
+    with pytest.raises(TypeError, match=rf"got 8: write {kind.__name__}\("):
+        kind.from_qtorch(8)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m, o: marvin.FixedPolicy(symmetric="no"), "symmetric must be True or False"),
+        (
+            lambda m, o: marvin.calibrate(m, [torch.ones(2, 3)], per_channel="no"),
+            "per_channel must be True or False, got 'no'",
+        ),
+        (lambda m, o: marvin.round_state(o, master=FIXED, rounding="x"), "rounding must be one of"),
+        (lambda m, o: marvin.Quantizer(FIXED, seed="a"), "seed must be a whole number, 0 to"),
+        (lambda m, o: marvin.Quantizer(FIXED, seed=-1), "seed must be a whole number, .* got -1"),
+        (lambda m, o: marvin.Quantizer(FIXED, number="a"), "number must be a whole number, 0 to"),
+        (
+            lambda m, o: marvin.quantize_activations(copy.deepcopy(m), o),
+            r"make the optimizer of this model's, marvin.Quantized\(",
+        ),
+        (
+            lambda m, o: marvin.quantize_activations(m, o, exclude=nn.Conv2d),
+            r"got <class .*Conv2d'>, of which it has none: print\(model\)",
+        ),
+        (
+            lambda m, o: marvin.Quantized(torch.optim.SparseAdam(m.parameters()), o.policy),
+            r"got SparseAdam: write torch.optim.Adam, and nn.Embedding without sparse=True",
+        ),
+    ],
+)
+def test_what_is_wrong_is_refused_at_once(call, message):
+    net = model()
+    optimizer = marvin.MSGD(net.named_parameters())
+    with pytest.raises(ValueError, match=message):
+        call(net, optimizer)
+
+
+def test_a_loop_over_another_model_is_named_once():
+    net, other = model(), model()
+    adam = torch.optim.Adam(net.named_parameters())
+    optimizer = marvin.Quantized(adam, marvin.FixedPolicy())
+
+    def steps(trained, count):
+        for _ in range(count):
+            optimizer.zero_grad()
+            trained(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+
+    steps(other, 9)  # some step before they train
+    with pytest.warns(UserWarning, match="no parameter of this optimizer has had a grad") as seen:
+        steps(other, 4)
+    assert len(seen) == 1
+    steps(net, 1)
+    steps(other, 4)  # others take a pause
+
+
+def test_momenta_that_no_optimizer_has_are_named_once():
+    net = model()
+    sgd = torch.optim.SGD(net.named_parameters(), lr=0.1)
+    optimizer = marvin.Quantized(sgd, marvin.FixedPolicy())
+    marvin.round_state(optimizer, momentum=FIXED)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.warns(UserWarning, match="SGD has none: nothing is rounded to momentum"):
+        optimizer.step()
+    optimizer.step()
 
 
 def test_curves_need_a_writer_and_an_optimizer():
