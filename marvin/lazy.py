@@ -1,6 +1,5 @@
 """Names of a package that are loaded when they are first used, so that commands answer at once."""
 
-import sys
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
@@ -26,9 +25,7 @@ def load(package: str, homes: Mapping[str, str], name: str) -> object:
         return getattr(import_module(f"{package}.{homes[name]}"), name)
     if name.isidentifier() and not name.startswith("_") and find_spec(f"{package}.{name}"):
         return import_module(f"{package}.{name}")
-    message = f"module {package!r} has no attribute {name!r}"
-    package_itself = sys.modules[package]  # Python suggests one of its names
-    raise AttributeError(message, name=name, obj=package_itself)
+    raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
 
 class Alias(ModuleType):

@@ -49,13 +49,6 @@ def test_a_misspelt_name_is_told_plainly(code, error):
     assert done.stderr.splitlines()[-1].startswith(error)
 
 
-def test_a_misspelt_name_brings_what_python_suggests_another_by():
-    marvin = importlib.import_module("marvin")
-    with pytest.raises(AttributeError) as refused:
-        _ = marvin.quantise_activations
-    assert (refused.value.name, refused.value.obj) == ("quantise_activations", marvin)
-
-
 def test_modules_are_attributes_and_nothing_loads_before_it_is_used():
     code = (
         "import sys, marvin, marvin.export; print('torch' in sys.modules); "
