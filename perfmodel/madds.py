@@ -7,6 +7,7 @@ biases, normalisation, activation functions and pooling count 0.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 __all__ = ["Layer", "attention", "bilinear", "convolution", "matmul", "transposed_convolution"]
 
@@ -73,16 +74,27 @@ def transposed_convolution(weight: Shape, input_shape: Shape) -> int:
 def matmul(left: Shape, right: Shape) -> int:
     """Return the multiply-adds of ``left @ right``: vectors, matrices, or batches of matrices.
 
+    Batches are broadcast, as in torch.
+
     Raises:
-        ValueError: The inner dimensions differ.
+        ValueError: The inner dimensions differ, or the batches cannot be broadcast.
     """
     inner = right[-2] if len(right) > 1 else right[0]
     if left[-1] != inner:
         raise ValueError(f"inner dimensions must agree, got {tuple(left)} and {tuple(right)}")
     columns = right[-1] if len(right) > 1 else 1
-    batch = max(math.prod(left[:-2]), math.prod(right[:-2]))
     rows = left[-2] if len(left) > 1 else 1
-    return batch * rows * inner * columns
+    return _batches(left, right) * rows * inner * columns
+
+
+def _batches(left: Shape, right: Shape) -> int:
+    """Return how many matrices are multiplied: batches are aligned at their last dimension."""
+    count = 1
+    for one, other in zip_longest(reversed(left[:-2]), reversed(right[:-2]), fillvalue=1):
+        if 1 not in (one, other) and one != other:
+            raise ValueError(f"batches must be broadcast, got {tuple(left)} and {tuple(right)}")
+        count *= other if one == 1 else one
+    return count
 
 
 def attention(query: Shape, key: Shape, value: Shape) -> int:

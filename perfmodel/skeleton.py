@@ -60,7 +60,7 @@ def _copy(
     if id(module) in copies:
         return copies[id(module)]
     kind = stock_class(module) or type(module)
-    copy = copies[id(module)] = kind.__new__(kind)
+    copy = copies[id(module)] = object.__new__(kind)  # fx's own makes a class without forward
     state = {
         name: _attribute(value, module, copy)
         for name, value in vars(module).items()

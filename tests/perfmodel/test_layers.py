@@ -1,10 +1,11 @@
+import itertools
 import subprocess
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -310,6 +311,66 @@ def test_unknown_operations_are_listed_and_never_zero_in_silence():
     assert len(caught.value.found) == 1
     found = count(model, 5, 8, unknown="list")
     assert [row.kind for row in found] == ["linear", "unknown"]
+
+
+MADE_OF = (), (8,), (2,), (2, 8), (8, 8, 3), ((6, 6), 2), ((2, 2),)
+INPUTS = (8, 12, 12), (8, 12), (8, 6, 6, 6), (8,), (32,)
+
+
+def runs(kind):
+    """Return a module of a class and the shape of a sample it runs on; None where none was found."""
+    for arguments, shape in itertools.product(MADE_OF, INPUTS):
+        try:
+            model = kind(*arguments).eval()
+            model(torch.ones(1, *shape))
+        except Exception:
+            continue
+        return model, shape
+    return None
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
+def test_every_module_of_torch_is_known(mode):
+    torch.manual_seed(0)
+    kinds = [k for k in vars(nn).values() if isinstance(k, type) and issubclass(k, nn.Module)]
+    found = {kind.__name__: made for kind in kinds if (made := runs(kind))}
+    assert len(found) > 100
+    assert {"Hardswish", "LogSigmoid", "PReLU"} <= set(found)
+    for model, shape in found.values():
+        count(model.train(mode), *shape)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.fold(x, (4, 6), (2, 2), stride=2),
+        lambda x: F.interpolate(x, 4, mode="nearest-exact"),
+        lambda x: F.interpolate(x[None], (4, 4), mode="nearest-exact"),
+        lambda x: F.interpolate(x[None], (4, 4), mode="bilinear", antialias=True),
+        lambda x: F.interpolate(x[None], (4, 4), mode="bicubic", antialias=True),
+        F.gumbel_softmax,
+        lambda x: x // 1,
+        lambda x: torch.polar(x, x),
+        lambda x: torch.cross(x[..., :3], x[..., :3], dim=-1),
+        lambda x: torch.dist(x, x),
+        lambda x: torch.trace(x[0]),
+        lambda x: F.mse_loss(x, x),
+        lambda x: F.smooth_l1_loss(x, x),
+        lambda x: F.huber_loss(x, x),
+        lambda x: F.binary_cross_entropy_with_logits(x, x),
+        pytest.param(nn.DataParallel(nn.ReLU()), id="DataParallel"),
+    ],
+)
+def test_functions_that_multiply_nothing(function):
+    assert total_madds(count(Call(function), 8, 6)) == 0
+
+
+def test_a_traced_model_counts_as_the_one_it_was():
+    model, x = convolutions(), torch.ones(2, 3, 8, 8)
+    traced = fx.symbolic_trace(model)
+    assert total_madds(count(traced, 3, 8, 8)) == total_madds(count(model, 3, 8, 8))
+    assert saved_bytes(traced, x).total_bytes == saved_bytes(model, x).total_bytes
 
 
 def test_a_kernel_of_somebody_else_is_unknown():

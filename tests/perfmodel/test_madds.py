@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,17 @@ def test_matmul(batch, rows, inner, columns):
     assert madds.matmul((batch, rows, inner), (batch, inner, columns)) == wanted
     assert madds.matmul((rows, inner), (inner,)) == rows * inner
     assert madds.matmul((inner,), (inner,)) == inner
+
+
+@given(st.lists(st.integers(1, 3), max_size=3), st.lists(st.booleans(), min_size=6, max_size=6))
+def test_matmul_of_batches_that_are_broadcast(batch, ones):
+    left = [1 if one else side for one, side in zip(ones, batch, strict=False)]
+    right = [1 if one else side for one, side in zip(ones[3:], batch, strict=False)]
+    product = torch.ones(*left, 2, 4) @ torch.ones(*right, 4, 6)
+    assert madds.matmul((*left, 2, 4), (*right, 4, 6)) == product.numel() * 4
+    assert madds.matmul((2, 4), (*right, 4, 6)) == math.prod(right) * 2 * 4 * 6
+    with pytest.raises(ValueError, match="batches must be broadcast, got"):
+        madds.matmul((4, 2, 4), (3, 4, 6))
 
 
 def test_matmul_of_shapes_that_do_not_fit():
