@@ -24,6 +24,7 @@ __all__ = [
     "detach",
     "give_place",
     "hook",
+    "not_scripted",
     "restore_forwards",
     "rounders_of",
     "see_what_is_rounded",
@@ -37,10 +38,15 @@ class Unscripted:
 
     @property
     def __name__(self) -> str:
-        raise AttributeError(
-            "torch.jit.script cannot compile models that round: write "
-            "torch.jit.trace(marvin.freeze(model), sample)"
-        )
+        raise not_scripted()
+
+
+def not_scripted() -> AttributeError:
+    """Return the error of a model of this package that ``torch.jit.script`` is to compile."""
+    return AttributeError(
+        "torch.jit.script cannot compile models that round: write "
+        "torch.jit.trace(frozen, sample), where frozen = marvin.freeze(model)"
+    )
 
 
 class _Hook(Unscripted):

@@ -13,7 +13,7 @@ from fixedpoint_kernels._torch_private.compiling import compiled_as_constant
 from fixedpoint_kernels._torch_private.modes import is_watched
 from fixedpoint_kernels._torch_private.modules import global_forward_hooks
 from fixedpoint_kernels.watch import KEPT, OtherForward, has_own_forward, unbound
-from marvin.hooks import restore_forwards, rounders_of
+from marvin.hooks import not_scripted, restore_forwards, rounders_of
 from marvin.integer.chain_graph import Chain
 from marvin.integer.chain_run import ChainRun
 from marvin.integer.formats import has_hooks, rounds_inputs
@@ -96,6 +96,10 @@ class Fused(OtherForward):
     def __func__(self) -> Callable[..., object]:
         """What those who wrap a method bind to the module: a closure over this object would be shared by copies."""
         return unbound(type(self.module).forward)
+
+    @property
+    def __globals__(self) -> dict[str, object]:  # for which torch.jit.script asks first
+        raise not_scripted()
 
     @compiled_as_constant
     def _has_formats(self) -> bool:

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fixedpoint_kernels._torch_private.modes import is_transformed, is_watched
 from fixedpoint_kernels._torch_private.modules import own_parameters
@@ -209,6 +209,11 @@ def _goes_back(module: nn.Module, x: Tensor) -> bool:
 
 def _chosen(module: nn.Module, x: Tensor, formats: ModuleFormats) -> Product | None:
     product = choose(module, formats)
+    if isinstance(x, fx.Proxy) and not isinstance(product, str):
+        raise fx.proxy.TraceError(
+            "torch.fx must trace a model without integer products, got a converted one: call "
+            "marvin.integer.revert(model) first, and marvin.integer.convert(traced) afterwards"
+        )
     dims = next((d for kind, d in _DIMS.items() if isinstance(module, kind)), max(x.dim(), 2))
     if isinstance(product, str) or x.dtype not in FLOATS or x.dim() != dims or is_transformed():
         return None

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import fixedpoint_kernels
 import marvin
@@ -511,6 +511,27 @@ def test_traces_of_models_that_train_are_refused():
     for own in (net, frozen):
         with pytest.raises(AttributeError, match=r"torch\.jit\.script cannot compile models that"):
             torch.jit.script(own)
+    for own in (converted(net), marvin.freeze(converted(net))):
+        with pytest.raises(AttributeError, match=r"write torch\.jit\.trace\(frozen, sample\)"):
+            torch.jit.script(own)
+
+
+def converted(net):
+    marvin.integer.convert(net)
+    return net
+
+
+def test_fx_traces_layers_without_integer_products():
+    net = model()
+    marvin.quantize_activations(net, marvin.MSGD(net.named_parameters()))
+    frozen, x = marvin.freeze(converted(net)), torch.randn(2, 4)
+    wanted = frozen(x)
+    with pytest.raises(fx.proxy.TraceError, match=r"call marvin\.integer\.revert\(model\) first"):
+        fx.symbolic_trace(frozen)
+    marvin.integer.revert(frozen)
+    traced = converted(fx.symbolic_trace(frozen))
+    assert torch.equal(traced(x), wanted)
+    assert all(row.is_integer for row in marvin.integer.report(traced).rows)
 
 
 @pytest.mark.parametrize(
