@@ -511,7 +511,9 @@ def test_traces_of_models_that_train_are_refused():
     for own in (net, frozen):
         with pytest.raises(AttributeError, match=r"torch\.jit\.script cannot compile models that"):
             torch.jit.script(own)
-    for own in (converted(net), marvin.freeze(converted(net))):
+    chain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    marvin.quantize_activations(chain, marvin.MSGD(chain.named_parameters()))
+    for own in (converted(chain), marvin.freeze(chain)):
         with pytest.raises(AttributeError, match=r"write torch\.jit\.trace\(frozen, sample\)"):
             torch.jit.script(own)
 
