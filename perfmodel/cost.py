@@ -14,8 +14,9 @@ Source:
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+from perfmodel.checks import check_layers, check_whole
 from perfmodel.layers import Layer
 from perfmodel.trace import Schedule, Segment, Trace
 
@@ -74,14 +75,27 @@ def pushdown_ops(elements: int, resolution: int = 150, overhead: Overhead = "pap
     Two bisections of the word length, each probe with three passes over the weight: quantise,
     histogram, divergence. ``"paper"`` compares each element with each bin; ``"linear"`` is a
     histogram that finds the bin at once.
+
+    Raises:
+        TypeError: A number is not whole.
+        ValueError: A number is below 0, or ``overhead`` unknown.
     """
+    check_whole(0, elements=elements, resolution=resolution)
+    _check_overhead(overhead)
     lower, upper = WORD_LENGTHS
     compares = {"paper": resolution, "linear": 1, "none": 0}[overhead]
     return 2 * math.log2(upper - lower) * compares * 3 * elements
 
 
 def pushup_ops(elements: int, lookback: int = 100, overhead: Overhead = "paper") -> float:
-    """Return the operations of one PushUp, at most: equation 7."""
+    """Return the operations of one PushUp, at most: equation 7.
+
+    Raises:
+        TypeError: A number is not whole.
+        ValueError: A number is below 0, or ``overhead`` unknown.
+    """
+    check_whole(0, elements=elements, lookback=lookback)
+    _check_overhead(overhead)
     return 0 if overhead == "none" else (lookback + 1) * elements + 1
 
 
@@ -99,7 +113,13 @@ def layer_cost(
     Returns:
         Forward in the layer's bits with backward in 32, then the search for formats; both in
         multiply-adds times bits.
+
+    Raises:
+        TypeError: ``trace`` is no ``Trace``, or ``samples`` no whole number.
+        ValueError: ``samples`` is below 1, or ``overhead`` unknown.
     """
+    _check_trace(trace)
+    check_whole(1, samples=samples)
     passes = search = 0.0
     once = pushdown_ops(weight.elements, trace.resolution[1], overhead)
     once += pushup_ops(weight.elements, trace.lookback[1], overhead)
@@ -114,17 +134,37 @@ def layer_cost(
 def run_cost(
     trace: Trace, layers: Iterable[Layer], samples: int, overhead: Overhead = "paper"
 ) -> float:
-    """Return what a run costs: equation 8, in multiply-adds times bits."""
-    return sum(sum(layer_cost(w, trace, samples, overhead)) for w in weights_of(layers))
+    """Return what a run costs: equation 8, in multiply-adds times bits.
+
+    Raises:
+        TypeError: ``trace`` is no ``Trace``, ``layers`` are none, or a number is not whole.
+        ValueError: There are no layers, ``samples`` is below 1, or ``overhead`` unknown.
+    """
+    weights = weights_of(check_layers(layers))
+    return sum(sum(layer_cost(w, trace, samples, overhead)) for w in weights)
 
 
 def float32_cost(layers: Iterable[Layer], samples: int, steps: int) -> float:
-    """Return what as many steps cost in float32: 32 bits forward and 32 backward."""
+    """Return what as many steps cost in float32: 32 bits forward and 32 backward.
+
+    Raises:
+        TypeError: ``layers`` are none, or a number is not whole.
+        ValueError: There are no layers, ``samples`` is below 1, or ``steps`` below 0.
+    """
+    check_whole(1, samples=samples)
+    check_whole(0, steps=steps)
+    layers = check_layers(layers)
     return sum(row.madds for row in layers) * samples * steps * 2.0 * FLOAT_BITS
 
 
 def schedule_cost(schedule: Schedule, layers: Iterable[Layer]) -> float:
-    """Return what a schedule costs, without a search: equation 8."""
+    """Return what a schedule costs, without a search: equation 8.
+
+    Raises:
+        TypeError: ``layers`` are none.
+        ValueError: There are no layers.
+    """
+    layers = check_layers(layers)
     samples = schedule.batch_size * schedule.accumulation_steps
     bits = sum(epochs * (wl + FLOAT_BITS) for wl, epochs in schedule.levels)
     return sum(row.madds for row in layers) * samples * schedule.steps_per_epoch * float(bits)
@@ -154,16 +194,14 @@ def speedup(
         Above 1 where the run is cheaper; 1 where both cost nothing.
 
     Raises:
-        ValueError: The trace has layers that the model has not, or a value is out of range.
+        TypeError: ``trace`` is no ``Trace``, ``layers`` are none, or a number is not whole.
+        ValueError: The trace has layers that the model has not, there are no layers, or a value is
+            out of range.
 
     Source:
         MARViN, section 4.1.2.
     """
-    if overhead not in ("paper", "linear", "none"):
-        raise ValueError(f"overhead must be 'paper', 'linear' or 'none', got {overhead!r}")
-    for name, value in (("batch_size", batch_size), ("accumulation_steps", accumulation_steps)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    check_whole(1, batch_size=batch_size, accumulation_steps=accumulation_steps)
     check_match(trace, layers)
     samples = batch_size * accumulation_steps
     ours = run_cost(trace, layers, samples, overhead)
@@ -178,9 +216,11 @@ def check_match(trace: Trace, layers: Iterable[Layer]) -> None:
     """Check that a model has every layer of a trace.
 
     Raises:
-        ValueError: It has not; names the layers.
+        TypeError: ``trace`` is no ``Trace``, or ``layers`` are none.
+        ValueError: It has not; names the layers. Or there are none.
     """
-    names = {row.weight for row in layers}
+    _check_trace(trace)
+    names = {row.weight for row in check_layers(layers)}
     extra = sorted({*trace.by_layer, *trace.kept} - names - {"*"})
     if extra:
         never = sorted(names - set(trace.by_layer) - {""})
@@ -198,7 +238,12 @@ def size_ratio(trace: Trace, layers: Iterable[Layer], *, weighted: bool = False)
         layers: Of its model.
         weighted: Count each layer by its elements, which gives bytes over bytes; default: the
             paper's plain mean.
+
+    Raises:
+        TypeError: ``trace`` is no ``Trace``, or ``layers`` are none.
+        ValueError: There are no layers.
     """
+    _check_trace(trace)
     return _mean_bits([(w, trace.final(w.name)) for w in _sized(layers)], weighted) / FLOAT_BITS
 
 
@@ -212,13 +257,24 @@ def memory_ratio(trace: Trace, layers: Iterable[Layer], *, weighted: bool = Fals
         trace: Word lengths of the run.
         layers: Of its model.
         weighted: Count each layer by its elements; default: the paper's plain mean.
+
+    Raises:
+        TypeError: ``trace`` is no ``Trace``, or ``layers`` are none.
+        ValueError: There are no layers.
     """
+    _check_trace(trace)
     return _mean_bits([(w, trace.mean(w.name)) for w in _sized(layers)], weighted) / FLOAT_BITS
 
 
 def inference_speedup(trace: Trace, layers: Iterable[Layer]) -> float:
-    """Return how much cheaper the trained model's forward pass is than in float32, modelled."""
-    found = weights_of(layers)
+    """Return how much cheaper the trained model's forward pass is than in float32, modelled.
+
+    Raises:
+        TypeError: ``trace`` is no ``Trace``, or ``layers`` are none.
+        ValueError: There are no layers.
+    """
+    _check_trace(trace)
+    found = weights_of(check_layers(layers))
     bits = sum(
         w.madds * (trace.segments(w.name)[-1].product_wl if w.name else FLOAT_BITS) for w in found
     )
@@ -236,19 +292,37 @@ def ebops(trace: Trace, layers: Iterable[Layer]) -> int:
         trace: Word lengths of the run.
         layers: Of its model.
 
+    Raises:
+        TypeError: ``trace`` is no ``Trace``, or ``layers`` are none.
+        ValueError: There are no layers.
+
     Source:
         HGQ (Sun et al., Gradient-based Automatic Mixed Precision Quantization for Neural Networks
         On-Chip, 2024), section III: an estimate of LUT + 55 DSP of an unrolled design on an FPGA.
     """
+    _check_trace(trace)
     float_once = Segment(FLOAT_BITS, 0, math.inf, FLOAT_BITS).ebops
     return sum(
         w.madds * (trace.segments(w.name)[-1].ebops if w.name else float_once)
-        for w in weights_of(layers)
+        for w in weights_of(check_layers(layers))
     )
 
 
+def _check_trace(trace: Trace) -> None:
+    if not isinstance(trace, Trace):
+        raise TypeError(
+            f"the trace must be a perfmodel.trace.Trace, got {type(trace).__name__}: write "
+            "Trace(optimizer.trace, steps)"
+        )
+
+
+def _check_overhead(overhead: Overhead) -> None:
+    if overhead not in get_args(Overhead):
+        raise ValueError(f"overhead must be 'paper', 'linear' or 'none', got {overhead!r}")
+
+
 def _sized(layers: Iterable[Layer]) -> list[Weight]:
-    return [w for w in weights_of(layers) if w.name]
+    return [w for w in weights_of(check_layers(layers)) if w.name]
 
 
 def _mean_bits(pairs: Sequence[tuple[Weight, float]], weighted: bool) -> float:

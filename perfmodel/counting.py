@@ -16,7 +16,7 @@ from fixedpoint_kernels.forward_save.swap import is_converted, is_restorable, re
 from fixedpoint_kernels.watch import Running
 from perfmodel.madds import Layer
 from perfmodel.operators import EMBEDDINGS, Product, is_free, name_of, product
-from perfmodel.skeleton import explain, skeleton
+from perfmodel.skeleton import check_model, explain, skeleton
 
 __all__ = ["count"]
 
@@ -25,6 +25,7 @@ def count(
     model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype | None
 ) -> tuple[list[Layer], list[Layer]]:
     """See ``perfmodel.layers``; unknown operations apart."""
+    check_model(model, "perfmodel.layers(model, (3, 32, 32))")
     copy = skeleton(model, on_meta)
     for module in copy.modules():
         # forward_save changes what is kept, not what is multiplied

@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from perfmodel.checks import check_whole
+
 __all__ = [
     "Division",
     "compact_bytes",
@@ -22,9 +24,15 @@ def few_bit_bytes(elements: int, bits: int) -> int:
         elements: Of the activation's input.
         bits: Of a code, 1 to 8.
 
+    Raises:
+        TypeError: A number is not whole.
+        ValueError: A number is out of range.
+
     Source:
         Few-bit backward, section 2. Differs: tiles are rounded up.
     """
+    check_whole(0, elements=elements)
+    check_whole(1, 8, bits=bits)
     return math.ceil(elements / TILE) * (TILE // 8) * bits
 
 
@@ -34,15 +42,27 @@ class Division:
 
     Args:
         block: Edge of the blocks whose means are kept in bfloat16.
-        bits: Of a quantised residual.
+        bits: Of a quantised residual, 0 to 8.
         is_cut: Whether blocks are cut at the edge; False: left out, as in the released code.
         rows: Share of an input's rows that linear layers keep, whole, in place of all compressed.
+
+    Raises:
+        TypeError: ``block`` or ``bits`` is no whole number, or ``rows`` no number.
+        ValueError: One of them is out of range.
     """
 
     block: int = 8
     bits: int = 2
     is_cut: bool = True
     rows: float | None = None
+
+    def __post_init__(self) -> None:
+        check_whole(1, block=self.block)
+        check_whole(0, 8, bits=self.bits)
+        if self.rows is not None and not isinstance(self.rows, int | float):
+            raise TypeError(f"rows must be a number above 0, at most 1, or None, got {self.rows!r}")
+        if self.rows is not None and not 0 < self.rows <= 1:
+            raise ValueError(f"rows must be above 0, at most 1, got {self.rows!r}")
 
     def size_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of one compressed tensor.

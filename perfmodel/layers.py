@@ -62,6 +62,7 @@ def layers(
         normalisation does: they count 0.
 
     Raises:
+        TypeError: ``model`` is no module, or the shape no sequence.
         UnknownLayerError: An operation is not known, and ``unknown="raise"``.
         ValueError: The model cannot run on shapes alone, or is lazy and has not run yet; says which
             module failed.

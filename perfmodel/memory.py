@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from perfmodel.checks import check_whole
 from perfmodel.forward_save import Division, few_bit_bytes
 
 if TYPE_CHECKING:
@@ -178,6 +179,7 @@ def saved_bytes(
         Storages kept, each once; parameters and buffers are left out, the input is not.
 
     Raises:
+        TypeError: ``model`` is no module, or ``inputs`` are no tensors.
         ValueError: The model failed, or is lazy and has not run yet; says in which module.
 
     Source:
@@ -221,7 +223,12 @@ def few_bit(bits: int) -> Option:
 
     Stepwise functions need 1 bit. What another operation keeps as well, such as the output of ReLU
     that goes into a convolution, stays.
+
+    Raises:
+        TypeError: ``bits`` is no whole number.
+        ValueError: ``bits`` is not 1 to 8.
     """
+    check_whole(1, 8, bits=bits)
 
     def size(kept: SavedStorage) -> int:
         activations = [s for s in kept.savers if s.kind == "activation"]
@@ -280,5 +287,10 @@ def largest_batch(memory_bytes: float, fixed_bytes: float, sample_bytes: float) 
         memory_bytes: Of the device.
         fixed_bytes: Taken whatever the batch: parameters, gradients, optimizer state.
         sample_bytes: Kept for backward, a sample.
+
+    Raises:
+        ValueError: ``sample_bytes`` is not above 0: any number of samples would fit.
     """
+    if not sample_bytes > 0:
+        raise ValueError(f"sample_bytes must be above 0, got {sample_bytes}")
     return max(0, math.floor((memory_bytes - fixed_bytes) / sample_bytes))

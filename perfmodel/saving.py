@@ -5,12 +5,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fixedpoint_kernels._torch_private.modes import fake_tensor_mode
+from fixedpoint_kernels._torch_private.modes import fake_tensor_mode, without_fake_log
 from fixedpoint_kernels.watch import Running, Storage, Watch
-from perfmodel.skeleton import explain, skeleton
+from perfmodel.skeleton import check_model, explain, skeleton
 
 __all__ = ["watch"]
 
@@ -19,19 +20,33 @@ def watch(
     model: nn.Module, inputs: Sequence[Tensor], measure: bool
 ) -> tuple[tuple[Storage, ...], str]:
     """Return what is kept, and how that is known; see ``perfmodel.memory.saved_bytes``."""
+    check_model(model, "memory.saved_bytes(model, x)")
+    _check_inputs(inputs)
     device = inputs[0].device
     if measure:
         with _own_randomness(device):
             kept = _run(skeleton(model, _own_buffers), inputs, "run on its inputs")
         return kept, f"measured on {device_name(device)}"
     device = torch.device("cpu") if device.type == "meta" else device
-    with fake_tensor_mode(), _one_sequence_a_row():
+    with fake_tensor_mode(), without_fake_log(), _one_sequence_a_row():
         fake = _faker(device)
         copy = skeleton(model, fake)
         needed = "run on shapes alone (fake tensors)"
         kept = _run(copy, [fake(x) for x in inputs], needed, "measure=True runs it on values")
     lacking = ", without oneDNN's workspace of LSTMs: measure=True tells it"
     return kept, f"modelled, kernels of {device.type}" + lacking * _has_workspace(kept)
+
+
+def _check_inputs(inputs: Sequence[object]) -> None:
+    if inputs and all(isinstance(x, Tensor) for x in inputs):
+        return
+    if inputs and all(isinstance(x, int) for x in inputs):
+        got = f"the shape {inputs!r}: write saved_bytes(model, torch.zeros{inputs!r})"
+    elif any(isinstance(x, np.ndarray) for x in inputs):
+        got = "a NumPy array: write saved_bytes(model, torch.from_numpy(x))"
+    else:
+        got = ", ".join(type(x).__name__ for x in inputs) or "nothing"
+    raise TypeError(f"inputs must be a tensor, or a tuple of tensors, got {got}")
 
 
 def _has_workspace(kept: Sequence[Storage]) -> bool:

@@ -12,9 +12,24 @@ from fixedpoint_kernels._torch_private.compiling import uncompiled
 from fixedpoint_kernels._torch_private.modules import HOOKS, fill_copy
 from fixedpoint_kernels.watch import OtherForward, Running, is_torchs, stock_class
 
-__all__ = ["explain", "skeleton"]
+__all__ = ["check_model", "explain", "skeleton"]
 
 Convert = Callable[[Tensor], Tensor]
+
+
+def check_model(model: object, call: str) -> None:
+    """Refuse what is no model where one comes first.
+
+    Args:
+        model: What came.
+        call: How it is written.
+
+    Raises:
+        TypeError: It is no ``torch.nn.Module``.
+    """
+    if not isinstance(model, nn.Module):
+        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"a model (torch.nn.Module) must come first, got {got}: write {call}")
 
 
 def skeleton(model: nn.Module, convert: Convert) -> nn.Module:

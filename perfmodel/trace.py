@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
+from perfmodel.checks import check_whole
+
 __all__ = ["MUPPET_ALEXNET", "MUPPET_RESNET20", "Schedule", "Segment", "SwitchLike", "Trace"]
 
 _FLOAT_BITS = 32
@@ -105,7 +107,9 @@ class Trace:
             SU as the weights, as the paper does.
 
     Raises:
-        ValueError: A switch is not within the run, or its layer's steps are not in order.
+        TypeError: ``steps`` or ``init_wl`` is no whole number.
+        ValueError: One of them is out of range; a switch is not within the run, or its layer's
+            steps are not in order.
     """
 
     switches: Sequence[SwitchLike]
@@ -118,6 +122,8 @@ class Trace:
     rounds_inputs: bool = True
 
     def __post_init__(self) -> None:
+        check_whole(0, steps=self.steps)
+        check_whole(1, _FLOAT_BITS, init_wl=self.init_wl)
         last: dict[str, int] = {}
         for switch in self.switches:
             if not last.get(switch.layer, 0) < switch.step <= self.steps:
@@ -222,12 +228,29 @@ class Schedule:
         steps_per_epoch: Optimiser steps.
         batch_size: Samples of a forward pass.
         accumulation_steps: Forward passes of a step.
+
+    Raises:
+        TypeError: ``levels`` are no pairs, or a number is not whole.
+        ValueError: A number is out of range, or there is no epoch.
     """
 
     levels: tuple[tuple[int, int], ...]
     steps_per_epoch: int = 1
     batch_size: int = 1
     accumulation_steps: int = 1
+
+    def __post_init__(self) -> None:
+        try:
+            for wl, epochs in self.levels:
+                check_whole(1, _FLOAT_BITS, bits=wl)
+                check_whole(0, epochs=epochs)
+        except TypeError:
+            raise TypeError(
+                "levels must be pairs of bits and epochs, such as ((8, 16), (32, 45)), got "
+                f"{self.levels!r}"
+            ) from None
+        check_whole(1, epochs=self.epochs, steps_per_epoch=self.steps_per_epoch)
+        check_whole(1, batch_size=self.batch_size, accumulation_steps=self.accumulation_steps)
 
     @property
     def epochs(self) -> int:

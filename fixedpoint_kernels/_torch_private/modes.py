@@ -1,7 +1,7 @@
 """Who sees what operators do: modes, transformations, hooks for saved tensors, and tensors without values."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "is_watched",
     "saving_hooks",
     "unseen_in_checkpoints",
+    "without_fake_log",
 ]
 
 # Above, torch has no public name for a mode that sees operators.
@@ -95,6 +96,19 @@ def fake_tensor_mode() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
     return FakeTensorMode()
+
+
+@contextmanager
+def without_fake_log() -> Iterator[None]:
+    """Keep torch from printing a traceback before an operator without values raises its error."""
+    from torch._subclasses import fake_tensor
+
+    log, own = fake_tensor.log, fake_tensor.log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = own
 
 
 def is_fake(x: Tensor) -> bool:

@@ -185,6 +185,55 @@ def test_bad_values(two_layers, arguments, message):
         speedup(always(8), two_layers, *arguments)
 
 
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda rows: Trace((), -1), ValueError, "steps must be at least 0, got -1"),
+        (lambda rows: Trace((), 1, 0), ValueError, "init_wl must be 1 to 32, got 0"),
+        (lambda rows: Trace((), 2.5), TypeError, r"steps must be a whole number, got 2\.5"),
+        (lambda rows: Schedule(8), TypeError, r"levels must be pairs of bits and .* got 8"),
+        (lambda rows: Schedule(((8, -1),)), ValueError, "epochs must be at least 0, got -1"),
+        (lambda rows: Schedule(()), ValueError, "epochs must be at least 1, got 0"),
+        (lambda rows: float32_cost(rows, -1, 10), ValueError, "samples must be at least 1"),
+        (lambda rows: float32_cost(rows, 1, -10), ValueError, "steps must be at least 0"),
+        (lambda rows: run_cost(always(8), rows, -3), ValueError, "samples must be at least 1"),
+        (lambda rows: pushdown_ops(-1), ValueError, "elements must be at least 0, got -1"),
+        (lambda rows: pushup_ops(1, overhead="x"), ValueError, "overhead must be 'paper'"),
+        (lambda rows: pushdown_ops(1, overhead="x"), ValueError, "overhead must be 'paper'"),
+        (lambda rows: speedup(always(8), rows, "32"), TypeError, "batch_size must be a whole"),
+        (lambda rows: speedup(always(8), rows, True), TypeError, "batch_size must be a whole"),
+        (lambda rows: size_ratio([], rows), TypeError, r"got list: write Trace\(optimizer"),
+        (lambda rows: memory_ratio([], rows), TypeError, r"got list: write Trace\(optimizer"),
+        (lambda rows: ebops([], rows), TypeError, r"got list: write Trace\(optimizer\.trace"),
+        (lambda rows: inference_speedup([], rows), TypeError, "got list: write Trace"),
+        (lambda rows: layer_cost(weights_of(rows)[0], [], 1), TypeError, "got list: write Trace"),
+    ],
+)
+def test_what_is_no_run_is_refused(two_layers, call, error, message):
+    with pytest.raises(error, match=message):
+        call(two_layers)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda rows: speedup(always(8), rows, 1),
+        lambda rows: run_cost(always(8), rows, 1),
+        lambda rows: size_ratio(always(8), rows),
+        lambda rows: memory_ratio(always(8), rows),
+        lambda rows: inference_speedup(always(8), rows),
+        lambda rows: ebops(always(8), rows),
+        lambda rows: float32_cost(rows, 1, 1),
+        lambda rows: schedule_cost(MUPPET_RESNET20, rows),
+    ],
+)
+def test_layers_are_those_of_a_model(call):
+    with pytest.raises(ValueError, match=r"got none: write perfmodel\.layers\(model, \(3, 32"):
+        call([])
+    with pytest.raises(TypeError, match=r"got 'model': write perfmodel\.layers\(model, \(3, 32"):
+        call(["model"])
+
+
 @pytest.mark.parametrize("steps", [(0,), (5, 5), (5, 4), (101,)])
 def test_switches_out_of_order(steps):
     with pytest.raises(ValueError, match="switches of a must be in order and within 100 steps"):

@@ -1,9 +1,11 @@
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import marvin
+import perfmodel
 from fixedpoint_kernels import FixedPoint, forward_save
 from perfmodel import memory
 from perfmodel.forward_save import Division, few_bit_bytes
@@ -248,6 +250,56 @@ def test_options_agree_with_the_whole():
 def test_largest_batch():
     assert largest_batch(100, 10, 30) == 3
     assert largest_batch(100, 110, 30) == 0
+    with pytest.raises(ValueError, match="sample_bytes must be above 0, got 0"):
+        largest_batch(100, 10, 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: few_bit("3"), TypeError, "bits must be a whole number, got '3'"),
+        (lambda: few_bit(99), ValueError, "bits must be 1 to 8, got 99"),
+        (lambda: few_bit_bytes(-1, 3), ValueError, "elements must be at least 0, got -1"),
+        (lambda: Division(block=0), ValueError, "block must be at least 1, got 0"),
+        (lambda: Division(bits=99), ValueError, "bits must be 0 to 8, got 99"),
+        (lambda: Division(rows="a"), TypeError, "rows must be a number above 0"),
+        (lambda: Division(rows=2), ValueError, "rows must be above 0, at most 1, got 2"),
+    ],
+)
+def test_options_out_of_range(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (np.ones((4, 8), np.float32), r"got a NumPy array: write .*torch\.from_numpy\(x\)"),
+        ((4, 8), r"got the shape \(4, 8\): write saved_bytes\(model, torch\.zeros\(4, 8\)\)"),
+        (None, "must be a tensor, or a tuple of tensors, got NoneType"),
+        ((), "must be a tensor, or a tuple of tensors, got nothing"),
+    ],
+)
+@pytest.mark.parametrize("measure", [False, True])
+def test_inputs_are_tensors(inputs, message, measure):
+    with pytest.raises(TypeError, match=message):
+        saved_bytes(nn.Linear(8, 2), inputs, measure=measure)
+
+
+@pytest.mark.parametrize("model", [None, nn.ReLU])
+def test_a_model_comes_first(model):
+    for call in (
+        lambda: saved_bytes(model, torch.ones(2)),
+        lambda: perfmodel.layers(model, (8,)),
+    ):
+        with pytest.raises(TypeError, match=r"must come first, got .*: write \w+\.\w+\(model, "):
+            call()
+
+
+def test_a_wrong_shape_prints_no_traceback(caplog):
+    with pytest.raises(ValueError, match="got RuntimeError in the model itself"):
+        saved_bytes(nn.Linear(8, 2), torch.ones(4, 9))
+    assert not caplog.records
 
 
 def test_the_earlier_name_works_and_warns():
