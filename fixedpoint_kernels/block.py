@@ -39,7 +39,7 @@ def quantize_block(
         Shape and dtype of ``x``.
 
     Raises:
-        TypeError: ``fmt`` is not a ``BlockFloat``.
+        TypeError: ``fmt`` is not a ``BlockFloat``, or ``per_sample`` neither True nor False.
         TypeError, ValueError, RuntimeError: As ``fixedpoint_kernels.quantize``.
 
     Source:
@@ -49,6 +49,8 @@ def quantize_block(
     check_values(x, "quantize_block")
     if not isinstance(fmt, BlockFloat):
         raise TypeError(f"the format must be a BlockFloat, got {type(fmt).__name__}")
+    if not isinstance(per_sample, bool):
+        raise TypeError(f"per_sample must be True or False, got {per_sample!r}")
     x = x.resolve_neg() if x.is_neg() else x
     if not x.numel():
         return x.clone()

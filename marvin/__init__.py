@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # for readers; Python loads each when it is first used
     from marvin.averaging import MasterAverage
     from marvin.batch_norm import reestimate_batch_norm
     from marvin.calibration import calibrate
+    from marvin.channels import ChannelFormat
     from marvin.checkpoint import load_sharded, save_sharded
     from marvin.conversion import prepare, quantize_activations
     from marvin.freezing import freeze
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # for readers; Python loads each when it is first used
 
 __all__ = [
     "MSGD",
+    "ChannelFormat",
     "FixedPolicy",
     "LossBudgetPolicy",
     "MarvinPolicy",
@@ -60,6 +62,7 @@ __all__ = [
 ]
 
 _HOMES = {  # the module of each name
+    "ChannelFormat": "channels",
     "FixedPolicy": "policies.base",
     "LossBudgetPolicy": "policies.loss_budget",
     "MSGD": "optimizer",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import BlockFloat, FixedPoint, Minifloat
+from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding import Rounding
 from marvin.noise import Purpose, stream
 from marvin.ranks import rank
@@ -90,6 +91,10 @@ class Quantizer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x``, rounded; any shape, float32, bfloat16 or float16."""
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"a Quantizer takes a tensor, got {type(x).__name__}: write torch.as_tensor(x)"
+            )
         there, back = self._noise(0), self._noise(1)
         if self.training:
             self.calls += 1

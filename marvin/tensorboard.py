@@ -37,7 +37,16 @@ def log_formats(writer: "SummaryWriter", optimizer: Quantized, step: int) -> Non
 
 
 def scalars_of(optimizer: Quantized) -> dict[str, float]:
-    """Return what ``log_formats`` writes, by the names of the curves, in bits."""
+    """Return what ``log_formats`` writes, by the names of the curves, in bits.
+
+    Raises:
+        TypeError: ``optimizer`` has no formats.
+    """
+    if not isinstance(optimizer, Quantized):
+        raise TypeError(
+            f"scalars_of needs an optimizer of fixed point, got {type(optimizer).__name__}: write "
+            "scalars_of(optimizer), where optimizer = marvin.Quantized(...)"
+        )
     formats, found = optimizer.formats(), dict[str, float]()
     for layer in optimizer.layers():
         fmt = formats.get(layer)
@@ -59,7 +68,15 @@ def add_layout(writer: "SummaryWriter") -> None:
 
     Args:
         writer: A TensorBoard writer.
+
+    Raises:
+        TypeError: ``writer`` writes no layouts.
     """
+    if not hasattr(writer, "add_custom_scalars"):
+        raise TypeError(
+            f"add_layout needs a writer, got {type(writer).__name__}: write "
+            "add_layout(SummaryWriter(folder))"
+        )
     charts = {
         "weights, bits": ["^word_length/"],
         "inputs, bits": ["^input_word_length/"],

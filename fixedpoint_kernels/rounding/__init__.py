@@ -159,9 +159,12 @@ def quantize_many(  # noqa: PLR0913  noise has three coordinates
         ``out``, or new tensors like ``xs``.
 
     Raises:
-        TypeError, RuntimeError: As ``quantize``.
+        TypeError: ``xs`` or ``fmts`` is no list, or as ``quantize``.
+        RuntimeError: As ``quantize``.
         ValueError: Lengths or devices differ, or as ``quantize``.
     """
+    _check_list("tensors", xs)
+    _check_list("formats", fmts)
     outs = None if out is None else list(out)
     positions = (0,) * len(xs) if offsets is None else tuple(map(index, offsets))
     count = len(xs) if outs is None else len(outs)
@@ -239,15 +242,22 @@ def decode(codes: Tensor, fmt: FixedPoint, *, dtype: torch.dtype = torch.float32
     """Return the values of integer codes: ``codes * fmt.lsb``.
 
     Args:
-        codes: Integers, any shape.
+        codes: Integers, any shape. One that the format does not have is not refused, and gives a
+            value outside of it: on a GPU, finding one would make the host wait for the device.
         fmt: Their format.
         dtype: Of the result; float32 holds codes of up to 25 bits, float64 all of them.
 
     Raises:
-        TypeError: ``codes`` are not integers.
+        TypeError: ``codes`` are not a tensor of integers, or ``fmt`` is no ``FixedPoint``.
     """
+    if not isinstance(codes, Tensor):
+        raise TypeError(
+            f"decode needs a tensor of integers, got {type(codes).__name__}: write "
+            "torch.as_tensor(codes)"
+        )
     if codes.dtype.is_floating_point or codes.dtype is torch.bool or codes.is_complex():
         raise TypeError(f"decode needs integer codes, got {codes.dtype}")
+    _check_mode(fmt, "nearest", FixedPoint)
     return codes.to(dtype) * fmt.lsb
 
 
@@ -366,6 +376,14 @@ def _have_same_shapes(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> bool:
 
 def _are_on_one_gpu(tensors: list[Tensor]) -> bool:
     return tensors[0].is_cuda and len({x.device for x in tensors}) == 1
+
+
+def _check_list(name: str, given: object) -> None:
+    if not isinstance(given, Sequence):  # a tensor is none
+        raise TypeError(
+            f"quantize_many needs a list of {name}, got {type(given).__name__}: write "
+            "quantize_many([x], [fmt])"
+        )
 
 
 def _check_each(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> None:

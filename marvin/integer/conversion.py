@@ -264,7 +264,12 @@ def _unpack(module: nn.Module) -> None:
 
 
 def revert(model: nn.Module) -> None:
-    """Undo ``convert``: layers compute in float again."""
+    """Undo ``convert``: layers compute in float again.
+
+    Raises:
+        TypeError: ``model`` is no module.
+    """
+    check_model(model, "integer.revert(model)")
     with all_or_nothing(model.modules()):
         restore_forwards(model)
         for module in model.modules():
@@ -279,7 +284,11 @@ def report(model: nn.Module) -> Report:
 
     Args:
         model: Converted or not.
+
+    Raises:
+        TypeError: ``model`` is no module.
     """
+    check_model(model, "integer.report(model)")
     inside = parametrisations_of(model)
     layers = {
         name: module

@@ -79,6 +79,11 @@ def test_what_is_not_a_number_stays():
     assert quantize_block(x.bfloat16(), BlockFloat(8)).dtype is torch.bfloat16
 
 
+def test_per_sample_is_true_or_false():
+    with pytest.raises(TypeError, match="per_sample must be True or False, got 'yes'"):
+        quantize_block(torch.ones(2, 3), BlockFloat(8), per_sample="yes")
+
+
 def test_bad_formats_are_named():
     with pytest.raises(ValueError, match="word length must be 2 to 24 bits, got wl=32"):
         BlockFloat(32)

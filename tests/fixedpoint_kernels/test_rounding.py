@@ -153,6 +153,29 @@ def test_other_offsets_are_other_noise():
         quantize_many([x], [FORMATS[1]], offsets=[0, 0])
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: decode([1, 2], FixedPoint(8, 4)), r"got list: write torch\.as_tensor\(codes\)"),
+        (
+            lambda: decode(torch.tensor([1]), 8),
+            r"the format must be a FixedPoint, such as .* got 8",
+        ),
+        (
+            lambda: quantize_many(torch.ones(2), [FixedPoint(8, 4)]),
+            "needs a list of tensors, got Ten",
+        ),
+        (
+            lambda: quantize_many([torch.ones(2)], FixedPoint(8, 4)),
+            "needs a list of formats, got Fix",
+        ),
+    ],
+)
+def test_what_is_no_tensor_list_or_format_is_named(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
 def test_many_refuses_other_lengths():
     with pytest.raises(ValueError, match="1 tensors, 2 formats, 1 outputs"):
         quantize_many([torch.ones(1)], FORMATS[:2])

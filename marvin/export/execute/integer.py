@@ -104,9 +104,14 @@ def encode_input(x: Tensor, fmt: FixedPoint) -> Codes:
 
     Raises:
         ExportError: There is a NaN.
-        TypeError: ``x`` is not a tensor.
+        TypeError: ``x`` is not a tensor, or ``fmt`` no ``FixedPoint``.
     """
     check_tensor(x, "values")
+    if not isinstance(fmt, FixedPoint):
+        raise TypeError(
+            f"encode_input needs a tensor and its format, got a {type(fmt).__name__}: write "
+            "encode_input(x, FixedPoint(8, 4))"
+        )
     check_numbers(x)
     values = x.detach().cpu().double().numpy()
     return np.clip(np.rint(values * fmt.scale), fmt.min_code, fmt.max_code).astype(np.int64)
