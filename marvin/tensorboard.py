@@ -55,7 +55,8 @@ def scalars_of(optimizer: Quantized) -> dict[str, float]:
             found[f"fractional_length/{layer}"] = fmt.fl
     found["mean_word_length"] = optimizer.mean_word_length()
     inputs = optimizer.input_formats()
-    if all(formats.get(layer) == fmt for layer, fmt in inputs.items()):
+    have_own = any(row.input_wl for row in optimizer.trace)
+    if not have_own and all(formats.get(layer) == fmt for layer, fmt in inputs.items()):
         return found  # these are the weights' own
     found |= {f"input_word_length/{layer}": word_length(fmt) for layer, fmt in inputs.items()}
     return found | {"mean_input_word_length": optimizer.mean_input_word_length()}

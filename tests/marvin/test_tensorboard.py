@@ -26,6 +26,22 @@ def test_a_curve_a_layer(tmp_path):
     }
 
 
+def test_curves_of_inputs_go_on_where_all_formats_are_those_of_weights(monkeypatch):
+    model = nn.Sequential(nn.Linear(3, 4))
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.01)
+    optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(8, 5))
+    marvin.quantize_activations(model, optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3)).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss)
+    names = [*marvin.tensorboard.scalars_of(optimizer)]
+    assert "input_word_length/0.weight" in names
+    monkeypatch.setattr(optimizer, "input_formats", lambda: optimizer.formats())
+    assert [*marvin.tensorboard.scalars_of(optimizer)] == names
+
+
 def test_charts_have_the_curves_of_all_layers(tmp_path):
     with SummaryWriter(str(tmp_path)) as writer:
         marvin.tensorboard.add_layout(writer)
