@@ -90,7 +90,11 @@ class Quantizer(nn.Module):
         self.seed, self.number, self.calls = seed, number, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x``, rounded; any shape, float32, bfloat16 or float16."""
+        """Return ``x``, rounded; any shape, float32, bfloat16 or float16.
+
+        Raises:
+            TypeError: ``x`` is no tensor.
+        """
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"a Quantizer takes a tensor, got {type(x).__name__}: write torch.as_tensor(x)"

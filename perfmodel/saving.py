@@ -19,7 +19,11 @@ __all__ = ["watch"]
 def watch(
     model: nn.Module, inputs: Sequence[Tensor], measure: bool
 ) -> tuple[tuple[Storage, ...], str]:
-    """Return what is kept, and how that is known; see ``perfmodel.memory.saved_bytes``."""
+    """Return what is kept, and how that is known; see ``perfmodel.memory.saved_bytes``.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``inputs`` are no tensors.
+    """
     check_model(model, "memory.saved_bytes(model, x)")
     _check_inputs(inputs)
     device = inputs[0].device

@@ -257,7 +257,7 @@ def decode(codes: Tensor, fmt: FixedPoint, *, dtype: torch.dtype = torch.float32
         )
     if codes.dtype.is_floating_point or codes.dtype is torch.bool or codes.is_complex():
         raise TypeError(f"decode needs integer codes, got {codes.dtype}")
-    _check_mode(fmt, "nearest", FixedPoint)
+    _check_format(fmt, FixedPoint)
     return codes.to(dtype) * fmt.lsb
 
 
@@ -422,13 +422,17 @@ def check_values(x: Tensor, name: str) -> None:
 def _check_mode(
     fmt: object, rounding: Rounding, kinds: UnionType | type = FixedPoint | Minifloat
 ) -> None:
+    _check_format(fmt, kinds)
+    if rounding not in _ROUNDINGS:
+        raise ValueError(f"rounding must be one of {_ROUNDINGS}, got {rounding!r}")
+
+
+def _check_format(fmt: object, kinds: UnionType | type) -> None:
     if not isinstance(fmt, kinds):
         instead = ": write quantize_block(x, fmt)" if isinstance(fmt, BlockFloat) else ""
         raise TypeError(
             f"the format must be a FixedPoint, such as FixedPoint(8, 4), got {fmt!r:.60}{instead}"
         )
-    if rounding not in _ROUNDINGS:
-        raise ValueError(f"rounding must be one of {_ROUNDINGS}, got {rounding!r}")
 
 
 def _mark_changed(tensors: Sequence[Tensor]) -> None:

@@ -207,13 +207,17 @@ def _goes_back(module: nn.Module, x: Tensor) -> bool:
     )
 
 
+def _untraceable() -> fx.proxy.TraceError:
+    return fx.proxy.TraceError(
+        "torch.fx must trace a model without integer products, got a converted one: call "
+        "marvin.integer.revert(model) first, and marvin.integer.convert(traced) afterwards"
+    )
+
+
 def _chosen(module: nn.Module, x: Tensor, formats: ModuleFormats) -> Product | None:
     product = choose(module, formats)
     if isinstance(x, fx.Proxy) and not isinstance(product, str):
-        raise fx.proxy.TraceError(
-            "torch.fx must trace a model without integer products, got a converted one: call "
-            "marvin.integer.revert(model) first, and marvin.integer.convert(traced) afterwards"
-        )
+        raise _untraceable()
     dims = next((d for kind, d in _DIMS.items() if isinstance(module, kind)), max(x.dim(), 2))
     if isinstance(product, str) or x.dtype not in FLOATS or x.dim() != dims or is_transformed():
         return None
