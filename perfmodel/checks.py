@@ -3,14 +3,14 @@
 import math
 import operator
 from collections.abc import Iterable
-from typing import Any
+from typing import SupportsIndex
 
 from perfmodel.madds import Layer
 
 __all__ = ["check_layers", "check_whole"]
 
 
-def check_whole(least: int, most: float = math.inf, **values: Any) -> None:
+def check_whole(least: int, most: float = math.inf, **values: SupportsIndex) -> None:
     """Refuse what is no whole number, or out of range.
 
     Args:
@@ -41,7 +41,7 @@ def check_layers(layers: Iterable[Layer]) -> list[Layer]:
         TypeError: These are none.
         ValueError: There are none.
     """
-    found = list(layers) if isinstance(layers, Iterable) else [layers]
+    found: list[Layer] = [*layers]
     write = "write perfmodel.layers(model, (3, 32, 32)), with the shape of a sample"
     strange = [row for row in found if not isinstance(row, Layer)]
     if strange:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.proxy import TraceError
 
 from fixedpoint_kernels._torch_private.modes import is_transformed, is_watched
 from fixedpoint_kernels._torch_private.modules import own_parameters
@@ -207,8 +208,8 @@ def _goes_back(module: nn.Module, x: Tensor) -> bool:
     )
 
 
-def _untraceable() -> fx.proxy.TraceError:
-    return fx.proxy.TraceError(
+def _untraceable() -> TraceError:
+    return TraceError(
         "torch.fx must trace a model without integer products, got a converted one: call "
         "marvin.integer.revert(model) first, and marvin.integer.convert(traced) afterwards"
     )
