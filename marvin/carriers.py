@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels._torch_private.compiling import is_compiling_known
 from fixedpoint_kernels._torch_private.modules import AdaptiveAvgPoolBase, AvgPoolBase, NormBase
 from fixedpoint_kernels.undo import all_or_nothing
 from marvin.activations import FROZEN, Entry, QuantizedActivations
@@ -211,9 +212,13 @@ class Carriers:
         waiting -= names
         if names:
             self.uncalled |= names
+            compiled = (
+                "; where its compiled code has no guards that tell models that round from others, call "
+                "torch.compiler.reset() after marvin.quantize_activations"
+            )
             warn_user(
                 "activations are not rounded where a model uses a weight without calling its "
-                f"module: {', '.join(sorted(names))}"
+                f"module: {', '.join(sorted(names))}{compiled if is_compiling_known() else ''}"
             )
 
     def name_unseen(self) -> None:

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from fixedpoint_kernels._torch_private.modules import (
     exchange_hooks,
     hooks_of,
+    keep_apart,
     keep_when_copied,
     put_before,
     remove_hooks,
@@ -98,6 +99,7 @@ def hook(module: nn.Module, rounder: Rounder) -> None:
     module.register_forward_pre_hook(_Inputs(rounder), with_kwargs=True)
     module.register_forward_hook(_Outputs(rounder))
     module.register_load_state_dict_pre_hook(_Loading(rounder))
+    keep_apart(module, Unscripted)
 
 
 def give_place(module: nn.Module, kind: type) -> None:
@@ -120,6 +122,7 @@ def detach(module: nn.Module) -> None:
     remove_hooks(module, _Hook)
     if BUFFER in dict(module.named_buffers(recurse=False)):
         delattr(module, BUFFER)
+    keep_apart(module, Unscripted)
 
 
 def rounders_of(module: nn.Module) -> list[Rounder]:

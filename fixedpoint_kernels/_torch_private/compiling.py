@@ -15,6 +15,7 @@ __all__ = [
     "compiled_as_constant",
     "compiled_graph",
     "function_of_call",
+    "is_compiling_known",
     "left_uncompiled",
     "uncompiled",
 ]
@@ -31,6 +32,11 @@ ASSERT = torch._assert
 """What models call that are to be traced: an ``assert`` would ask a proxy for its truth."""
 
 
+def is_compiling_known() -> bool:
+    """Say whether something may have been compiled: Dynamo, which is slow to import, is there."""
+    return "torch._dynamo" in sys.modules
+
+
 def left_uncompiled(function: _Run) -> _Run:
     """Return a function that ``torch.compile`` leaves as it is, with all that it calls: kernels take addresses.
 
@@ -42,7 +48,7 @@ def left_uncompiled(function: _Run) -> _Run:
     @wraps(function)
     def run(*args: object, **kwargs: object) -> object:
         nonlocal apart
-        if "torch._dynamo" not in sys.modules:
+        if not is_compiling_known():
             return function(*args, **kwargs)
         if apart is None:
             from torch._dynamo.decorators import skip_code  # slow to import

@@ -1,6 +1,7 @@
 """Hooks, tables and classes of modules: torch lists none of them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from operator import itemgetter
@@ -33,6 +34,7 @@ __all__ = [
     "in_place_of",
     "is_called_plainly",
     "is_joining",
+    "keep_apart",
     "keep_when_copied",
     "mode_and_hooks",
     "own_buffers",
@@ -40,6 +42,7 @@ __all__ = [
     "own_hooks",
     "own_parameters",
     "padding_around",
+    "parameter_tables",
     "put_before",
     "remove_hooks",
     "settings_of",
@@ -104,6 +107,18 @@ def keep_when_copied(module: fx.GraphModule, kind: type, buffer: str) -> None:
         return new
 
     cls.__deepcopy__ = copied
+
+
+def keep_apart(module: nn.Module, kind: type) -> None:
+    """Let ``torch.compile`` tell a module that has hooks of a class from others, or no more once they went.
+
+    Dynamo runs what it compiled for all modules of a class, and does not look whether those have hooks
+    (``torch._dynamo.config.skip_nnmodule_hook_guards``, of all models). It looks at the type of the table from
+    which it took parameters: torch makes a ``dict``. A table of somebody else's type stays.
+    """
+    old, new = (dict, OrderedDict) if hooks_of(module, kind) else (OrderedDict, dict)
+    if type(module._parameters) is old:
+        vars(module)["_parameters"] = new(module._parameters)
 
 
 def remove_hooks(module: nn.Module, kind: type) -> None:
@@ -192,6 +207,11 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return names and parameters of a module alone: a tenth of the time of ``named_parameters``."""
     return [(name, own) for name, own in module._parameters.items() if own is not None]
+
+
+def parameter_tables(modules: Iterable[nn.Module]) -> list[Mapping[str, nn.Parameter | None]]:
+    """Return the table of parameters of each module: see ``keep_apart``."""
+    return [own._parameters for own in modules]
 
 
 _MACHINERY = {*vars(nn.Module())} - {"_buffers", "_modules", "_parameters"}

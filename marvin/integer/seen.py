@@ -3,12 +3,18 @@
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
-from operator import is_, itemgetter
+from operator import is_, is_not, itemgetter
 from typing import Any
 
 from torch import nn
 
-from fixedpoint_kernels._torch_private.modules import children_of, own_buffers, table_of, tensor_of
+from fixedpoint_kernels._torch_private.modules import (
+    children_of,
+    own_buffers,
+    parameter_tables,
+    table_of,
+    tensor_of,
+)
 from fixedpoint_kernels.watch import OtherForward, has_own_forward
 from marvin.integer.formats import OPTIONS, PREPACKED
 from marvin.integer.graph import Traced
@@ -48,6 +54,7 @@ class Seen:
         self.inner = [own for own in inner if own is not module]
         parts = [*module.modules()]
         self._watched, self._classes = parts, [*map(type, parts)]
+        self._tables = parameter_tables(parts)  # others where hooks came or went
         self._children = [*map(children_of, parts)]
         self._parts = [*_parts_of(self._children)]
         calls = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
@@ -106,6 +113,8 @@ class Seen:
         if len(parts) != len(self._parts) or not all(map(is_, parts, self._parts)):
             return False
         if [*map(type, self._watched)] != self._classes:
+            return False
+        if any(map(is_not, parameter_tables(self._watched), self._tables)):
             return False
         if [*map(len, self._owners)] != self._sizes or not self._has_attributes():
             return False

@@ -578,6 +578,110 @@ def test_a_frozen_model_compiles():
     same(compiled(images(99)), outputs(model))
 
 
+def linear_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).eval()
+
+
+def quantise(model):
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer = marvin.Quantized(sgd, marvin.FixedPolicy(4, 2))
+    return marvin.quantize_activations(model, optimizer)
+
+
+def freeze_one(_):
+    return marvin.calibrate(linear_net(), [torch.randn(32, 8)], bits=4)
+
+
+def load_frozen(_):
+    file = io.BytesIO()
+    torch.save(freeze_one(None), file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def load_into(model):
+    source = linear_net()
+    quantise(source)
+    marvin.prepare(model)
+    model.load_state_dict(source.state_dict())
+    return model
+
+
+def quantise_itself(model):
+    quantise(model)
+    return model
+
+
+def quantise_a_copy(model):
+    return copy.deepcopy(quantise_itself(model))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:a frozen model rounds")
+@pytest.mark.parametrize(
+    "make_one", [freeze_one, load_frozen, load_into, quantise_itself, quantise_a_copy]
+)
+@pytest.mark.parametrize(("is_made_before", "grad"), [(True, True), (False, False)])
+def test_what_was_compiled_in_float_is_not_taken_for_a_model_that_rounds(
+    make_one, is_made_before, grad, request
+):
+    """Dynamo does not look whether modules have hooks."""
+    torch.compiler.reset()
+    request.addfinalizer(torch.compiler.reset)
+    baseline, x = linear_net(), torch.randn(5, 8)
+    given = linear_net() if is_made_before else baseline
+    model = make_one(given) if is_made_before else None
+    with torch.set_grad_enabled(grad):
+        floats = torch.compile(baseline, backend="eager")
+        wanted = floats(x).clone()
+        if model is None:
+            model = make_one(given)
+        got = torch.compile(model, backend="eager")(x)
+    same(got, model(x))
+    assert not torch.equal(got, wanted)
+    with torch.set_grad_enabled(grad):
+        same(floats(x), baseline(x))  # which may round now
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_what_was_compiled_after_remove_is_not_taken_once_it_rounds_again(request):
+    torch.compiler.reset()
+    request.addfinalizer(torch.compiler.reset)
+    model, x = linear_net(), torch.randn(5, 8)
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        handle = quantise(model)
+        same(compiled(x), rounds := model(x))
+        handle.remove()
+        same(compiled(x), model(x))
+        assert not torch.equal(compiled(x), rounds)
+
+
+def test_compiled_code_without_guards_is_named_where_a_model_does_not_round(request):
+    torch.compiler.reset()
+    request.addfinalizer(torch.compiler.reset)
+    model, x = linear_net(), torch.randn(5, 8)
+    options = {"guard_filter_fn": lambda guards: [False for _ in guards]}
+    compiled = torch.compile(model, backend="eager", options=options)
+    compiled(x)
+    optimizer = marvin.MSGD(model.named_parameters(), **FAST)
+    marvin.quantize_activations(model, optimizer)
+    compiled(x).sum().backward()
+    with pytest.warns(UserWarning, match=r"module: 0, 2; .* call torch.compiler.reset\(\)"):
+        optimizer.step(loss=1.0)
+
+
+def test_a_table_of_somebody_elses_type_stays():
+    class Own(dict):
+        pass
+
+    model = linear_net()
+    own = vars(model[0])["_parameters"] = Own(model[0]._parameters)
+    quantise(model).remove()
+    assert model[0]._parameters is own
+    assert type(model[2]._parameters) is dict
+
+
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 def test_torch_ao_replaces_modules_of_frozen_models():
     """It registers hooks anew, without keywords."""

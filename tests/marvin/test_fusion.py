@@ -1080,6 +1080,20 @@ def test_an_attribute_that_is_deleted_is_seen():
     assert is_fused(model)
 
 
+def test_a_weight_that_is_replaced_after_hooks_came_anew_is_seen():
+    model, optimizer = make()
+    marvin.quantize_activations(model, optimizer).remove()
+    marvin.quantize_activations(model, optimizer)
+    assert is_fused(model)
+    x, _ = batch(9)
+    before = model(x)
+    model.conv.weight = nn.Parameter(torch.zeros_like(model.conv.weight))
+    y = model(x)
+    assert not torch.equal(y, before)
+    convert(model)  # traces it anew
+    same(y, model(x))
+
+
 def test_layers_that_stop_fitting_run_unfused():
     model, _ = make(policy=marvin.StaticPolicy(12, 8))
     assert not is_fused(model)
