@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fixedpoint_kernels._torch_private.modes import is_wrapped
+
 __all__ = [
     "Places",
     "are_apart",
@@ -82,10 +84,7 @@ def check_memory(x: Tensor, name: str = "x") -> None:
     try:
         held = x.untyped_storage().nbytes()
     except RuntimeError as error:  # a tensor inside of torch.func has none
-        raise TypeError(
-            f"{name} must be a tensor that lies in memory, got one inside of torch.func, whose "
-            "transforms (vmap, grad, jvp) kernels cannot see: call it outside of them"
-        ) from error
+        raise TypeError(_TRANSFORMED.format(name)) from error
     first = x.storage_offset() * x.itemsize
     needed = first + _extent(x) * x.itemsize if x.numel() else 0
     if held < needed:
@@ -98,6 +97,23 @@ def check_memory(x: Tensor, name: str = "x") -> None:
             f"{name} must be a tensor that lies in memory, got one without an address (a "
             "functional tensor, or a zero of forward-mode differentiation): add 0 to it"
         )
+
+
+_TRANSFORMED = (
+    "{} must be a tensor that lies in memory, got one inside of torch.func, whose "
+    "transforms (vmap, grad, jvp) kernels cannot see: call it outside of them"
+)
+
+
+def check_untransformed(**tensors: Tensor | None) -> None:
+    """Refuse tensors inside of ``torch.func`` before an ``autograd.Function`` of ours does, with what torch says.
+
+    Raises:
+        TypeError: One is; the error has its name.
+    """
+    for name, x in tensors.items():
+        if x is not None and is_wrapped(x):
+            raise TypeError(_TRANSFORMED.format(name))
 
 
 def _is_plain(x: Tensor) -> bool:

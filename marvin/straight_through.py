@@ -10,6 +10,7 @@ from torch.autograd.forward_ad import unpack_dual
 from fixedpoint_kernels import FixedPoint, Minifloat, quantize_with_mask
 from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels._torch_private.modes import is_checkpointed
+from fixedpoint_kernels.memory import check_untransformed
 from fixedpoint_kernels.once import once_differentiable
 from fixedpoint_kernels.rounding import Rounding, keep_inside
 from marvin.rounding import Format, round_one
@@ -186,6 +187,7 @@ def round_with_gradient(
     """
     if not (x.requires_grad and torch.is_grad_enabled()) and unpack_dual(x).tangent is None:
         return x if fmt is None else round_one(x.detach(), fmt, **options)
+    check_untransformed(x=x)
     if ste == "identity" or not isinstance(fmt, FixedPoint | Minifloat):
         return _RoundedIdentity.apply(x, fmt, options, back)  # pyright: ignore[reportReturnType]
     return _FakeQuantize.apply(x, fmt, options, tally, back)  # pyright: ignore[reportReturnType]

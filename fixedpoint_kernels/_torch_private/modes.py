@@ -19,6 +19,7 @@ __all__ = [
     "is_recomputed",
     "is_transformed",
     "is_watched",
+    "is_wrapped",
     "saving_hooks",
     "unseen_in_checkpoints",
     "without_fake_log",
@@ -48,6 +49,11 @@ def derivatives_of(x: Tensor) -> int:
         found += inside.is_gradtrackingtensor(x)
         x = inside.get_unwrapped(x)
     return found
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Say whether a transformation of ``torch.func`` wraps a tensor: torch gives it an address, or raises, as it likes."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 SavingHooks = tuple[Callable[..., object], Callable[..., Tensor]]

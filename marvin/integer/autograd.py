@@ -13,6 +13,7 @@ from torch.nn.grad import conv1d_input, conv1d_weight, conv2d_input, conv2d_weig
 
 from fixedpoint_kernels import FixedPoint, decode, encode, products
 from fixedpoint_kernels._torch_private.compiling import left_uncompiled
+from fixedpoint_kernels.memory import check_untransformed
 from fixedpoint_kernels.once import once_differentiable
 from fixedpoint_kernels.products.reference import powers_of_two
 from fixedpoint_kernels.products.shapes import NOT_FINITE
@@ -69,6 +70,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layer) -> Te
         The integer sums, rounded to float32 once, times a power of two, plus the bias; in the
         dtype of ``x``, or in that of autocast.
     """
+    check_untransformed(x=x, weight=weight, bias=bias)
     dtype = _dtype_of_result(x)
     if torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, weight, bias)

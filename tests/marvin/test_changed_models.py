@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import marvin
+import marvin.integer
 from fixedpoint_kernels import FixedPoint
 from marvin import masters
 from marvin.rounder import formats_of
@@ -518,7 +519,22 @@ def test_batches_of_no_sample_are_named():
         optimizer.step(loss=0.0)
 
 
-def test_transforms_of_torch_func_are_named():
+@pytest.mark.parametrize("is_converted", [False, True])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("way", ["vmap", "grad", "jvp", "jacrev"])
+def test_transforms_of_torch_func_are_named(way, mode, is_converted):
     model, _optimizer, _ = trained()
+    if is_converted:
+        marvin.integer.convert(model)
+    model.train(mode == "train")
+    x, parameters = torch.randn(4, 8), {k: p.detach() for k, p in model.named_parameters()}
+    ways = {
+        "vmap": lambda: torch.func.vmap(model)(x),
+        "grad": lambda: torch.func.grad(
+            lambda own: torch.func.functional_call(model, own, (x,)).sum()
+        )(parameters),
+        "jvp": lambda: torch.func.jvp(model, (x,), (x,)),
+        "jacrev": lambda: torch.func.jacrev(model)(x),
+    }
     with pytest.raises(TypeError, match=r"inside of torch\.func, whose transforms"):
-        torch.func.vmap(model.eval())(torch.randn(4, 8))
+        ways[way]()
