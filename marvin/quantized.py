@@ -274,7 +274,8 @@ class Quantized(SavesState, AskedByScaler):
             for own in self.stored:  # whose values the forward pass took away
                 own.restore()
         check_loss(loss)
-        self._carriers.name_uncalled(self.forward_state.waiting)
+        if not processes.leaves_modules_out():
+            self._carriers.name_uncalled(self.forward_state.waiting)
         self._carriers.name_stale()
         self._carriers.name_late(self)
         self._carriers.name_unseen()

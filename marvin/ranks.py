@@ -97,6 +97,10 @@ class Processes:
             if name not in model.parameters_to_ignore
         }
 
+    def leaves_modules_out(self) -> bool:
+        """Say whether one of ``models`` gives gradients to weights whose modules other processes alone called."""
+        return any(getattr(own(), "find_unused_parameters", False) for own in self.models)
+
     def check_not_joining(self) -> None:
         """Refuse a step in ``model.join()``: a process without batches would not answer its collectives.
 

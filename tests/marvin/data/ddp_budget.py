@@ -1,6 +1,7 @@
 """One process of ``test_loss_budget_ddp.py``: a loss budget on its part of each batch."""
 
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -60,6 +61,8 @@ def train(rank, world, wrap, kind):
 
 
 if __name__ == "__main__":
+    # of a branch that the other process alone called
+    warnings.filterwarnings("error", "activations are not rounded")
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     for kind in (Chain, Branches):
