@@ -17,7 +17,9 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute, TraceError
+from torch.overrides import handle_torch_function, has_torch_function
 
+from fixedpoint_kernels._torch_private.compiling import ASSERT
 from marvin.kinds import OPERATORS, Kinds, are_tensors
 
 __all__ = [
@@ -77,6 +79,15 @@ class AskedTracer(fx.Tracer):
         """Take the texts of values that an assertion's message has as answered."""
         if type(message) is str:
             self.texts = [own for own in self.texts if own not in message]
+
+    def check(self, condition: object, message: str) -> object:
+        """Stand for ``torch._assert``, whose condition need not be a proxy: numbers of dimensions are known."""
+        self.told(message)
+        if has_torch_function((condition,)):
+            return handle_torch_function(ASSERT, (condition,), condition, message)
+        if not condition:
+            raise AssertionError(message)
+        return None
 
     def refused(self, reason: str) -> TraceError:
         """Remember why a trace may be wrong, even if the model's code catches the error that is returned."""
@@ -283,11 +294,16 @@ class _Type(type, metaclass=_TypeOfTypes):
 
 
 class Types:
-    """Puts what stands for ``type`` where functions that a model may call look for it."""
+    """Puts what stands for ``type``, and for ``torch._assert``, where functions that a model may call look for it.
 
-    def __init__(self) -> None:
+    Args:
+        check: What stands for ``torch._assert``.
+    """
+
+    def __init__(self, check: Callable[[object, str], object]) -> None:
+        self._check = check
         self._seen: set[CodeType] = set()
-        self._tables: list[dict[str, Any]] = []
+        self._tables: list[tuple[dict[str, Any], str]] = []
         self._objects: set[type] = set()
 
     def put_in(self, module: nn.Module) -> None:
@@ -308,7 +324,9 @@ class Types:
     def restore(self) -> None:
         """Take it out again."""
         while self._tables:
-            self._tables.pop().pop("type", None)
+            table, name = self._tables.pop()
+            if table.pop(name, None) == self._check:
+                table[name] = ASSERT
 
     def _named(
         self, function: FunctionType, owner: type | None
@@ -320,9 +338,12 @@ class Types:
         names = _names(function.__code__)
         if "type" in names and "type" not in table:
             table["type"] = _Type
-            self._tables.append(table)
+            self._tables.append((table, "type"))
         for name in names & table.keys():
             own = table[name]
+            if own is ASSERT:
+                table[name] = self._check
+                self._tables.append((table, name))
             if _isinstance(own, ModuleType) and not _is_others(own.__name__):
                 yield from ((vars(own)[n], None) for n in names & vars(own).keys())
             elif not _is_code(own):

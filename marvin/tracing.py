@@ -10,7 +10,7 @@ from weakref import ref
 from torch import fx, nn
 from torch.fx.proxy import TraceError
 
-from fixedpoint_kernels._torch_private.compiling import ASSERT
+from fixedpoint_kernels._torch_private.compiling import ASSERT, asserting
 from marvin.kinds import (
     OWN,
     PASS_ON,
@@ -113,7 +113,7 @@ class Tracer(AskedTracer):
         self._thread = threading.get_ident()
         self._made: list[ref[fx.Proxy]] = []
         self._kinds: dict[fx.Node, Kinds] = {}
-        self._types = Types()
+        self._types = Types(self.check)
 
     def is_here(self) -> bool:
         """Say whether this thread is the one that traces."""
@@ -133,7 +133,7 @@ class Tracer(AskedTracer):
             try:
                 if isinstance(root, nn.Module):
                     self._types.put_in(root)
-                with answered():
+                with answered(), asserting(self.check):
                     graph = super().trace(root, concrete_args)
             except Exception as error:
                 if not self.unanswered:

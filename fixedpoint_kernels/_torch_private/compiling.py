@@ -1,7 +1,8 @@
 """What compiling and tracing make of models, and what they leave alone."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from types import FunctionType
 from typing import TypeVar, cast
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 __all__ = [
     "ASSERT",
     "COMPILED_CALL",
+    "asserting",
     "compiled_as_constant",
     "compiled_graph",
     "function_of_call",
@@ -35,6 +37,16 @@ ASSERT = torch._assert
 def is_compiling_known() -> bool:
     """Say whether something may have been compiled: Dynamo, which is slow to import, is there."""
     return "torch._dynamo" in sys.modules
+
+
+@contextmanager
+def asserting(function: Callable[[object, str], object]) -> Iterator[None]:
+    """Put a function in the place of ``torch._assert``, for the whole process meanwhile."""
+    torch._assert = function
+    try:
+        yield
+    finally:
+        torch._assert = ASSERT
 
 
 def left_uncompiled(function: _Run) -> _Run:

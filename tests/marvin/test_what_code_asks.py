@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _assert, nn
 from torch.fx.proxy import TraceError
 
 import marvin
@@ -162,6 +162,12 @@ def matches(y):
     return y
 
 
+def asserts(y):
+    torch._assert(isinstance(y, Tensor), f"needs a tensor, got one of {y.shape}")
+    _assert(callable(y.mean), f"needs a tensor, got one of {y.shape}")
+    return y * 2
+
+
 def is_a_tensor(y):
     return type(y) is Tensor
 
@@ -210,6 +216,7 @@ ASKS = {  # and whether what they ask is known
     "__class__": (lambda y: y * 2 if y.__class__ is Tensor else y, True),
     "match": (matches, True),
     "a type's key": (lambda y: y * 2 if is_kind(type(y)) else y, True),
+    "an assertion": (asserts, True),
     "a size": (lambda y: y * 2 if isinstance(y.shape[0], int) and isinstance(y.shape, tuple) else y, True),
     "callable": (lambda y: y if callable(y) else y * 2, True),
     "a method": (lambda y: y * 2 if callable(y.mean) and hasattr(y, "shape") else y, True),
@@ -262,3 +269,12 @@ def test_python_answers_as_before_when_a_trace_is_over():
         Tracer().trace(Asking(ASKS["hasattr"][0]))
     assert (builtins.isinstance, builtins.callable) == before
     assert "type" not in globals()
+
+
+def test_assertions_are_those_of_torch_when_a_trace_is_over():
+    check = torch._assert
+    Tracer().trace(Asking(asserts))
+    assert torch._assert is check
+    assert asserts.__globals__["_assert"] is check
+    with pytest.raises(AssertionError, match="needs 2"):
+        Tracer().trace(Asking(lambda y: _assert(y is None, "needs 2")))

@@ -637,6 +637,11 @@ def by_rank(y):
     return y.mean(tuple(range(2, len(y.shape))))
 
 
+def asserted(y):
+    torch._assert(y.dim() == 4, f"must have 4 dimensions, got {y.shape}")
+    return y.mean((2, 3))
+
+
 def if_many(y):
     return y.mean((2, 3)) if y.shape[0] > 1 else y.amax((2, 3))
 
@@ -655,7 +660,9 @@ def images(function):
     return marvin.calibrate(Bare(lambda _m, y: function(y)), [x], bits=16), x
 
 
-@pytest.mark.parametrize("function", [first_rows, columns_added, pixels_in_a_row, by_rank])
+@pytest.mark.parametrize(
+    "function", [first_rows, columns_added, pixels_in_a_row, by_rank, asserted]
+)
 def test_code_may_ask_for_ranks_and_for_sizes_of_a_sample(function):
     model, x = images(function)
     far = integer.run(describe(model, x, wl=16), x) - model(x)
