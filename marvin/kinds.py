@@ -196,7 +196,9 @@ def _of_operator(node: fx.Node, taken: list[Kinds]) -> Kinds:
 
 
 def called(node: fx.Node) -> str:
-    """Return the name of the function or method that a node calls."""
+    """Return the name of the function or method that a node calls; "" where it calls none."""
+    if node.op not in ("call_function", "call_method"):
+        return ""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 

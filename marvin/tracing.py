@@ -203,8 +203,7 @@ class Tracer(AskedTracer):
 
     def iter(self, obj: Any) -> Iterator[Any]:
         """Refuse a loop over a value; remember it, even if the model's code catches the error."""
-        with self._noted():
-            return super().iter(obj)
+        raise self.refused("it loops over a value, or takes it apart")
 
     @contextmanager
     def _noted(self) -> Iterator[None]:

@@ -58,7 +58,7 @@ def assert_exact(function, layers, shape=(8,), samples=4):
         with torch.no_grad():
             wanted = model(samples.clone())
         got = integer.run_heads(network, samples)
-        wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+        wanted = wanted if isinstance(wanted, tuple | list) else (wanted,)
         for have, want in zip(got.values(), wanted, strict=True):
             torch.testing.assert_close(have, want.double(), rtol=0, atol=0)
     return network, x
@@ -311,6 +311,47 @@ def test_batch_normalisation_of_large_values_is_refused(size, is_refused):
             describe(model, x)
     else:
         describe(model, x)
+
+
+def halves_of_halves(y):
+    return torch.cat([b for a in y.chunk(2, 1) for b in a.chunk(2, 2)], 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "outputs"),
+    [
+        (lambda y: torch.cat(y.chunk(2, 1), 1), 1),
+        (lambda y: torch.cat(y.split(2, 1)[::-1], 1), 1),
+        (lambda y: torch.cat(torch.unbind(y, 1), 1), 1),
+        (lambda y: torch.cat([F.relu(part) for part in y.chunk(4, 1)], 1), 1),
+        (lambda y: torch.cat(list(map(F.relu, y.split([1, 3], 1))), 1), 1),
+        (lambda y: (lambda a, b: a * b)(*y.chunk(2, -1)), 1),
+        (lambda y: y * len(y.chunk(2, 1)), 1),
+        (lambda y: y if isinstance(y.chunk(2, 1), tuple) else y.mean((2, 3)), 1),
+        (lambda y: y.tensor_split(5, 1)[-2], 1),
+        (lambda y: y.permute(1, 0, 2, 3).unbind(0)[1:], 3),
+        (lambda y: y.split(y.shape[1] // 2, 1), 2),
+        (lambda y: list(y.tensor_split((1, 3), dim=-1)), 3),
+        (halves_of_halves, 1),
+    ],
+)
+def test_parts_are_a_tuple(function, outputs):
+    network, _ = assert_exact(lambda m, x: function(m.b(m.a(x))), convs(), (4, 6, 6))
+    assert len(network.outputs) == outputs
+
+
+@pytest.mark.parametrize(
+    ("function", "match"),
+    [
+        (lambda y: torch.cat(y.chunk(2, 0), 1), "chunk, 0.* must leave the batch alone"),
+        (lambda y: torch.cat(y.unbind(0), 1), "unbind: unbind.* must leave the batch alone"),
+        (lambda y: sum(part.relu() for part in y.unbind(0)), "it loops over a value.* how many"),
+        (lambda y: torch.cat(y.sort(), 1), "sort: sort.* compute it behind the network"),
+        (lambda y: y.split(y.argmax().item() + 9, 1), "number of a value|argmax"),
+    ],
+)
+def test_parts_of_samples_and_of_values_are_refused(function, match):
+    assert_refused(match, lambda m, x: function(m.b(m.a(x))), convs(), (4, 6, 6))
 
 
 def test_parts_without_values_are_refused():

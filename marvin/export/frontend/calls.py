@@ -15,6 +15,7 @@ from marvin.export.frontend.builder import Builder
 from marvin.export.frontend.call import Call
 from marvin.export.frontend.layers import average, reshape
 from marvin.export.frontend.masks import COMPARISONS, add_mask, seen_columns
+from marvin.export.frontend.sizes import CUTS
 from marvin.export.frontend.transformers import (
     attention,
     exact_attention,
@@ -27,6 +28,7 @@ from marvin.export.graph.functions import Mul
 from marvin.export.graph.nodes import Add, Affine, Flatten, Round
 from marvin.export.graph.views import Concat, Slice, Transpose
 from marvin.export.passes.batch_norm import scales
+from marvin.kinds import called
 
 __all__ = ["CALLS", "SHAPES", "round_values"]
 
@@ -264,10 +266,13 @@ def _moved(builder: Builder, name: str, source: str, order: tuple[int, ...]) -> 
 
 def _concat(builder: Builder, call: Call) -> str:
     arguments = dict(zip(("tensors", "dim"), call.args, strict=False)) | call.kwargs
-    dim = arguments.get("dim", arguments.get("axis", 0))
+    dim, values = arguments.get("dim", arguments.get("axis", 0)), arguments["tensors"]
+    if isinstance(values, fx.Node):
+        parts = Call.of(builder, values)
+        raise parts.refusal(": it must leave the batch alone" if called(values) in CUTS else "")
     sources = tuple(
         call.constant(x, tuple(x.shape[1:])) if isinstance(x, Tensor) else call.codes(x)
-        for x in arguments["tensors"]
+        for x in values
     )
     axis = dim % (len(builder.shape(sources[0])) + 1) - 1
     if axis < 0:
@@ -277,16 +282,13 @@ def _concat(builder: Builder, call: Call) -> str:
     return result
 
 
-_PARTS = "chunk", "split", "tensor_split", "unbind"
-
-
 def _item(builder: Builder, call: Call) -> str:
     """Add a part of a tensor: one of several, or by indices."""
     of = call.args[0]
     whole = of
     if of not in builder.memory:
         parts = Call.of(builder, of)
-        if getattr(of.target, "__name__", of.target) not in _PARTS:
+        if called(of) not in CUTS:
             raise parts.refusal()
         whole = parts.args[0]
     source = call.value(whole, in_any_order=True)

@@ -8,8 +8,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from marvin.integer.nodes import asks_dtype, asks_shape
+from marvin.kinds import called
 
-__all__ = ["SampleSizes"]
+__all__ = ["CUTS", "SampleSizes"]
+
+CUTS = "chunk", "split", "tensor_split", "unbind"
+"""What gives several parts of a tensor."""
 
 _COUNTS = 2, 3  # of samples; of one, squeeze() would take the batch away
 
@@ -33,6 +37,13 @@ class SampleSizes:
     def length(self, node: fx.Node) -> int | None:
         """Return how many sizes a shape has; None where it is none, or not known."""
         if not _is_of_shapes(node):
+            return None
+        return self._asked(node, lambda x: len(x) if isinstance(x, tuple) else None)
+
+    def parts(self, node: fx.Node) -> int | None:
+        """Return into how many parts a call cuts a tensor; None where it cuts none, or that depends on the number of samples or on values."""
+        numbers = node.all_input_nodes[1:]
+        if called(node) not in CUTS or any(self.known(own) is None for own in numbers):
             return None
         return self._asked(node, lambda x: len(x) if isinstance(x, tuple) else None)
 

@@ -1,6 +1,7 @@
 """From a model to a network: traced by torch.fx, each call translated or refused by name."""
 
 import copy
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +30,7 @@ from marvin.export.frontend.functions import layer_of
 from marvin.export.frontend.instead import of_error, of_layer
 from marvin.export.frontend.layers import MODULES, SAME
 from marvin.export.frontend.observe import observe
-from marvin.export.frontend.sizes import SampleSizes
+from marvin.export.frontend.sizes import CUTS, SampleSizes
 from marvin.export.frontend.transformers import ROWS, exact_rows
 from marvin.export.graph.formats import Formats, activation_formats, weight_formats
 from marvin.export.graph.nodes import Network
@@ -38,6 +39,7 @@ from marvin.hooks import state_of
 from marvin.integer.conversion import revert
 from marvin.integer.layers import CLASSES, integer_class, stock_class
 from marvin.integer.surroundings import Surroundings
+from marvin.kinds import called
 from marvin.rounding import Format
 from marvin.settings import check_model, check_uncompiled
 from marvin.tracing import Tracer
@@ -324,6 +326,12 @@ class _Tracer(Tracer):
         result = super().call_module(m, forward, inputs, options, **kwargs)
         return self._round(result, formats.output)
 
+    def create_proxy(self, *args: Any, **kwargs: Any) -> Any:
+        """Add a node; what cuts a tensor gives a tuple of its parts, as in torch."""
+        found: Any = super().create_proxy(*args, **kwargs)
+        parts = self._ask(SampleSizes.parts, found) if called(found.node) in CUTS else None
+        return found if parts is None else tuple(found[i] for i in range(parts))
+
     def is_here(self) -> bool:
         """Say whether what runs is traced."""
         return not self._computes and super().is_here()
@@ -385,7 +393,11 @@ def _traced(
         return graph, tracer
     with evaluating(model):
         try:
-            return tracer.trace(model), tracer
+            graph = tracer.trace(model)
+            for node in reversed(graph.nodes):
+                if node.target is operator.getitem and not node.users:
+                    graph.erase_node(node)  # of parts that nobody takes
+            return graph, tracer
         except Exception as error:  # whatever the model's own code raises on a tracer's proxies
             first_line = str(error).partition("\n")[0]
             hint = of_error(first_line)
