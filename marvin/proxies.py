@@ -6,10 +6,11 @@ False. Here the answer is that of the value, where it is known for certain; else
 
 import builtins
 import dis
+import math
 import operator
 import sys
 from abc import ABCMeta
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, lru_cache, partial
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType, UnionType
@@ -37,9 +38,10 @@ _PACKAGES = "torch.fx.", "torch.nn.parameter", "marvin.", "fixedpoint_kernels."
 _PYTHONS = "abc", "dataclasses"
 _PLAIN_LOOKS = "LOAD_ATTR", "LOAD_METHOD", "MATCH_CLASS"
 _METACLASSES = type, ABCMeta, type(Tensor), type(nn.Parameter)
-_NUMBERS = (
-    "__float__", "__complex__", "__round__", "__trunc__", "__floor__", "__ceil__",
-)  # fmt: skip
+_NUMBERS: Mapping[str, Callable[..., Any]] = {
+    "__int__": int, "__float__": float, "__complex__": complex, "__round__": round, "__divmod__": divmod,
+    "__trunc__": math.trunc, "__floor__": math.floor, "__ceil__": math.ceil,
+}  # fmt: skip
 
 
 def caller(depth: int = 1) -> FrameType | None:
@@ -102,8 +104,8 @@ class AskedTracer(fx.Tracer):
         """Return the number of dimensions of a value; None where that is not known."""
         return None
 
-    def number(self, proxy: fx.Proxy) -> int | None:
-        """Return a size; None where a value is none, or not known."""
+    def number(self, proxy: fx.Proxy) -> int | float | None:
+        """Return a size, or what is computed of sizes; None where a value is none, or not known."""
         return None
 
     def kind(self, proxy: fx.Proxy) -> type:
@@ -160,18 +162,16 @@ class _Asked(fx.Proxy):
     def __len__(self) -> int:
         length = self.tracer.length(self)
         if length is None:
-            raise self.tracer.refused("it asks for the length of a value")
+            raise self.tracer.refused(
+                "it asks for the length of a value; of a tensor, write x.shape[0]"
+            )
         return length
 
     def __index__(self) -> int:
-        if (
-            number := self.tracer.number(self)
-        ) is None:  # torch's functions ask, and take values, too
+        number = self.tracer.number(self)
+        if not isinstance(number, int):  # torch's functions ask, and take values, too
             raise TypeError(f"'{type(self).__name__}' object cannot be interpreted as an integer")
         return number
-
-    def __int__(self) -> int:
-        return _as_number(self)
 
     def __repr__(self) -> str:
         return self._text(caller(), "")
@@ -193,6 +193,8 @@ class _Asked(fx.Proxy):
     def __hash__(self) -> int:
         if is_of_packages(caller()) or are_tensors(self.tracer.kinds(self)):
             return object.__hash__(self)
+        if (number := self.tracer.number(self)) is not None:
+            return hash(number)
         raise self.tracer.refused("it looks for a value, or for a size, in a dictionary or a set")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Asked":
@@ -226,20 +228,19 @@ def _keep(name: str) -> Any:
     return method
 
 
-def _as_number(self: _Asked) -> int:
-    number = self.tracer.number(self)
-    return _no_number(self) if number is None else number
+def _convert(function: Callable[..., Any]) -> Any:
+    def method(self: _Asked, *args: object) -> Any:
+        if (number := self.tracer.number(self)) is None:
+            raise self.tracer.refused("it makes a Python number of a value, or of a size")
+        return function(number, *args)
 
-
-def _no_number(self: _Asked, *args: object) -> Any:
-    raise self.tracer.refused("it makes a Python number of a value, or of a size")
+    return method
 
 
 for _name in OPERATORS:
     setattr(ProxyOfValue, f"__{_name}__", _keep(_name))
-for _name in _NUMBERS:
-    if not hasattr(fx.Proxy, _name):
-        setattr(_Asked, _name, _no_number)
+for _name, _function in _NUMBERS.items():
+    setattr(_Asked, _name, _convert(_function))
 
 _PROXIES = ProxyOfValue, _Attribute
 _isinstance, _callable = builtins.isinstance, builtins.callable

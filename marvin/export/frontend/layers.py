@@ -263,7 +263,8 @@ def _average_pool(
 def _adaptive_window(builder: Builder, module: str, m: Any, source: str) -> tuple[Pair, Pair]:
     """Return kernel and stride of an adaptive pooling, whose windows must be of one size."""
     sides = _pooled_sides(module, m, builder.shape(source))
-    wanted = m.output_size if isinstance(m.output_size, tuple) else (m.output_size,) * len(sides)
+    size = m.output_size
+    wanted = size if isinstance(size, tuple | list) else (size,) * len(sides)
     given = [s if w is None else w for s, w in zip(sides, wanted, strict=True)]
     if any(s % w for s, w in zip(sides, given, strict=True)):
         raise ExportError(

@@ -1,11 +1,13 @@
 """Ranks and sizes while a model is traced: what is the same however many samples come."""
 
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
 
 from marvin.integer.nodes import asks_dtype, asks_shape
 from marvin.kinds import called
@@ -15,6 +17,8 @@ __all__ = ["CUTS", "SampleSizes"]
 CUTS = "chunk", "split", "tensor_split", "unbind"
 """What gives several parts of a tensor."""
 
+_MODULES = operator.add.__module__, math.__name__
+_EQUALITIES: Mapping[object, bool] = {operator.eq: True, operator.ne: False}
 _COUNTS = 2, 3  # of samples; of one, squeeze() would take the batch away
 
 
@@ -50,14 +54,39 @@ class SampleSizes:
     def known(self, node: fx.Node) -> Any:
         """Return a size, or what is computed of sizes; None where that depends on the number of samples or on values."""
         if not _is_of_shapes(node):
-            is_computed = getattr(node.target, "__module__", "") == operator.add.__module__
+            is_equal = self._compared(node) if node.target in _EQUALITIES else None
+            if is_equal is not None:
+                return is_equal is _EQUALITIES[node.target]
+            is_computed = getattr(node.target, "__module__", "") in _MODULES
             if not is_computed or any(self.known(own) is None for own in node.all_input_nodes):
                 return None
         return self._asked(node, lambda x: x)
 
+    def _compared(self, node: fx.Node) -> bool | None:
+        """Return whether shapes, or sizes, are equal however many samples come; None where nobody can know."""
+        sources = node.all_input_nodes
+        if not all(_is_of_shapes(own) or self.known(own) is not None for own in sources):
+            return None
+        if any(run.value(own) is None for own in sources for run in self._runs):
+            return None
+        first, again = (_shapes(map_arg(node.args, run.value)) for run in self._runs)
+        if not first or len(first[0]) != len(first[1]):
+            return False if first else None
+        if first[0] == first[1] and again[0] == again[1]:
+            return True
+        pairs = zip(zip(*first, strict=True), zip(*again, strict=True), strict=True)
+        return False if any(a == b and a[0] != a[1] for a, b in pairs) else None
+
     def _asked(self, node: fx.Node, ask: Callable[[Any], Any]) -> Any:
         found = [ask(run.value(node)) for run in self._runs]
         return found[0] if not isinstance(found[0], Tensor) and found[0] == found[1] else None
+
+
+def _shapes(values: Any) -> list[tuple[Any, ...]]:
+    """Return two shapes, or two sizes as shapes of one; nothing where these are none."""
+    if all(isinstance(x, tuple) for x in values):
+        return [*values]
+    return [(x,) for x in values] if all(isinstance(x, int) for x in values) else []
 
 
 def _is_of_shapes(node: fx.Node) -> bool:

@@ -294,6 +294,8 @@ class _Tracer(Tracer):
         own = unwrap(root_fn)
         parameters = signature(own).parameters
         for place, name in enumerate(own.__code__.co_varnames[: len(args)]):
+            if place == 1 and parameters[name].kind in _VARIABLE:
+                raise TypeError(f"forward must name its input, got *{name}: write forward(self, x)")
             if place < 2 or _is_given(parameters[name]):  # self, and the network's input
                 continue
             self.graph.erase_node(args[place].node)
@@ -344,10 +346,10 @@ class _Tracer(Tracer):
         """Return how many sizes a shape has."""
         return self._ask(SampleSizes.length, obj)
 
-    def number(self, proxy: fx.Proxy) -> int | None:
-        """Return a size that is the same however many samples come."""
+    def number(self, proxy: fx.Proxy) -> int | float | None:
+        """Return what is computed of sizes, and is the same however many samples come."""
         number = self._ask(SampleSizes.known, proxy)
-        return number if isinstance(number, int) else None
+        return number if isinstance(number, int | float) else None
 
     def iter(self, obj: Any) -> Iterator[Any]:
         """Yield each size of a shape."""

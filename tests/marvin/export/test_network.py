@@ -1,4 +1,5 @@
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -642,8 +643,41 @@ def asserted(y):
     return y.mean((2, 3))
 
 
+def tokens_to_image(y):
+    tokens = y.flatten(2).transpose(1, 2)
+    n, count, channels = tokens.shape
+    side, other = int(count**0.5), int(math.sqrt(count))
+    return tokens.transpose(1, 2).reshape(n, channels, side, other).mean((2, 3))
+
+
+def padded_as_others_do(y):
+    side = y.shape[2]
+    pad = max((math.ceil(side / 4) - 1) * 4 + 5 - side, 0)
+    if pad > 0:
+        y = F.pad(y, [pad // 2, pad - pad // 2] * 2)
+    half, rest = divmod(round(y.shape[2] / 2), 1)
+    return y[:, :, : half + rest, : int(y.shape[3] * 0.5)].mean((2, 3)) * (1 / float(half))
+
+
+def added_where_shapes_are_equal(y):
+    z, half = y * 0.5, y[:, :, ::2]
+    if y.shape == z.shape and y.size() != half.shape and y.shape[0] == half.shape[0]:
+        y = y + z
+    if y.shape[:2] != z.shape[:2] or y.shape == (16, 2, 6, 7) or y.shape == z.shape[1:]:
+        y = y * 4
+    return y.mean((2, 3)) * {6: 0.5}[y.shape[3]]
+
+
 def if_many(y):
     return y.mean((2, 3)) if y.shape[0] > 1 else y.amax((2, 3))
+
+
+def if_as_many(y):
+    return y.mean((2, 3)) if y.shape == (16, 2, 6, 6) else y.amax((2, 3))
+
+
+def half_of_them(y):
+    return y.mean((2, 3)) * round(y.shape[0] / 2)
 
 
 def one_by_one(y):
@@ -661,7 +695,17 @@ def images(function):
 
 
 @pytest.mark.parametrize(
-    "function", [first_rows, columns_added, pixels_in_a_row, by_rank, asserted]
+    "function",
+    [
+        first_rows,
+        columns_added,
+        pixels_in_a_row,
+        by_rank,
+        asserted,
+        tokens_to_image,
+        padded_as_others_do,
+        added_where_shapes_are_equal,
+    ],
 )
 def test_code_may_ask_for_ranks_and_for_sizes_of_a_sample(function):
     model, x = images(function)
@@ -669,11 +713,41 @@ def test_code_may_ask_for_ranks_and_for_sizes_of_a_sample(function):
     assert far.abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("function", [if_many, one_by_one, if_large])
+@pytest.mark.parametrize("function", [if_many, if_as_many, half_of_them, one_by_one, if_large])
 def test_code_may_not_ask_how_many_samples_come_or_for_values(function):
     model, x = images(function)
     with pytest.raises(ExportError, match="on values of tensors, or on how many samples come"):
         describe(model, x)
+
+
+def test_other_ways_to_write_a_number_of_samples_are_named():
+    model, x = images(lambda y: y.view(len(y), -1))
+    with pytest.raises(ExportError, match=r"length of a value; of a tensor, write x.shape\[0\]"):
+        describe(model, x)
+
+
+@pytest.mark.parametrize("name", ["x", "args"])
+def test_a_forward_that_does_not_name_its_input_is_refused(name):
+    class Unnamed(Bare):
+        def forward(self, *x):
+            return super().forward(*x) if name == "args" else super().forward(x[0])
+
+    x = torch.randn(16, 1, 6, 6)
+    fixed = marvin.calibrate(Unnamed(lambda _m, y: y), [x])
+    with pytest.raises(ExportError, match=r"its input, got \*x: write forward\(self, x\)$"):
+        describe(fixed, x)
+
+
+@pytest.mark.parametrize("size", [[1, 1], [None, 3], (3, 3)], ids=str)
+def test_sizes_of_pools_may_be_lists(size):
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 2, 1), nn.AdaptiveMaxPool2d(size), nn.AdaptiveAvgPool2d([1, 1])
+    x = torch.randn(16, 1, 6, 6)
+    fixed = marvin.calibrate(nn.Sequential(*layers), [x], bits=16)
+    far = integer.run(describe(fixed, x, wl=16), x) - fixed(x)
+    assert far.abs().max() < 1e-3
+    function, _ = images(lambda y: F.adaptive_avg_pool2d(y, [1, 1]))
+    assert describe(function, x).operations
 
 
 def test_lists_that_a_size_makes_longer_are_named():
