@@ -274,11 +274,7 @@ class Quantized(SavesState, AskedByScaler):
             for own in self.stored:  # whose values the forward pass took away
                 own.restore()
         check_loss(loss)
-        if not processes.leaves_modules_out():
-            self._carriers.name_uncalled(self.forward_state.waiting)
-        self._carriers.name_stale()
-        self._carriers.name_late(self)
-        self._carriers.name_unseen()
+        self._name_modules(processes)
         looks = self._counts.step == 1 or self._counts.step % _LOOK == _LOOK - 1
         if looks:
             self._name_unseen()
@@ -441,6 +437,14 @@ class Quantized(SavesState, AskedByScaler):
         if self.lr_scale != before:
             for group, lr in zip(self.param_groups, lrs, strict=True):
                 group["lr"] = lr * (self.lr_scale / before)
+
+    def _name_modules(self, processes: Processes) -> None:
+        """Warn of modules that do not round as they should."""
+        if not processes.leaves_modules_out():
+            self._carriers.name_uncalled(self.forward_state.waiting)
+        self._carriers.name_stale()
+        self._carriers.name_late(self)
+        self._carriers.name_unseen()
 
     def _find_processes(self) -> Processes:
         """Return those that train with this one, looked for in the first step; refuse a step that they may not do."""

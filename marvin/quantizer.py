@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import BlockFloat, FixedPoint, Minifloat
-from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding import Rounding
 from marvin.noise import Purpose, stream
 from marvin.ranks import rank

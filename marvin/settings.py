@@ -445,6 +445,16 @@ def check_wrapped(optimizer: Optimizer, options: Mapping[str, object]) -> None:
             "Quantized needs an optimizer of all parameters, got ZeroRedundancyOptimizer, which deals them "
             "out: give Quantized the optimizer inside of it, made of fully_shard(model)'s parameters"
         )
+    _check_state_of(optimizer)
+    if clash := sorted(set(optimizer.defaults) & set(options)):
+        raise ValueError(
+            f"{type(optimizer).__name__} must have no hyper-parameter of Quantized's or its "
+            f"policy's, got {', '.join(clash)}"
+        )
+
+
+def _check_state_of(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose state is no optimizer's of torch."""
     if type(optimizer).state_dict is not Optimizer.state_dict:
         found = optimizer.state_dict()
         if not {"state", "param_groups"}.issubset(found):
@@ -453,11 +463,6 @@ def check_wrapped(optimizer: Optimizer, options: Mapping[str, object]) -> None:
                 f"{type(optimizer).__name__}'s with {', '.join(map(str, found))}: give "
                 "marvin.Quantized(...) to an optimizer around others, such as Lookahead, in their place"
             )
-    if clash := sorted(set(optimizer.defaults) & set(options)):
-        raise ValueError(
-            f"{type(optimizer).__name__} must have no hyper-parameter of Quantized's or its "
-            f"policy's, got {', '.join(clash)}"
-        )
 
 
 def closure_needed(optimizer: Optimizer) -> ValueError:

@@ -493,26 +493,14 @@ def test_a_model_to_report_on_comes_first(call):
         call(None)
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"seed": "a"}, TypeError, "seed, stream and offset must be integers, got seed='a'"),
-        ({"seed": -1}, ValueError, "seed and stream must be 0 to 2.*got seed=-1"),
-        ({"number": "a"}, TypeError, "number must be an integer, got 'a'"),
-    ],
-)
-def test_the_noise_of_a_quantizer_is_checked_when_it_is_made(settings, error, message):
-    with pytest.raises(error, match=message):
-        marvin.Quantizer(fixedpoint_kernels.FixedPoint(8, 4), **settings)
-
-
 def test_a_quantizer_and_an_input_to_encode_are_tensors():
     fmt = fixedpoint_kernels.FixedPoint(8, 4)
     with pytest.raises(TypeError, match=r"got ndarray: write torch\.as_tensor\(x\)"):
         marvin.Quantizer(fmt)(np.ones(3))
-    for arguments in ((np.ones(3), fmt), (torch.ones(3), 8)):
-        with pytest.raises(TypeError, match="encode_input needs a tensor and its format, got"):
-            marvin.export.integer.encode_input(*arguments)
+    with pytest.raises(TypeError, match="values must be a tensor, got"):
+        marvin.export.integer.encode_input(np.ones(3), fmt)
+    with pytest.raises(TypeError, match="encode_input needs a tensor and its format, got a int"):
+        marvin.export.integer.encode_input(torch.ones(3), 8)
 
 
 def test_parameters_must_have_values():
