@@ -20,10 +20,11 @@ except ImportError:  # Windows
     fcntl = None
 
 __all__ = [
+    "GONE",
     "LOCK",
     "Locked",
-    "check_held",
     "check_records",
+    "gone_folder",
     "lock_folder",
     "new_folder",
     "remove_leftovers",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 LOCK = ".lock"
+GONE = "was moved or removed while this process wrote it"
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
 _NO_FILE = "{0} must be a file of its own, got {1}: nothing is kept in it, so delete {0}"
 _HELD: dict[Path, int] = {}
@@ -83,7 +85,8 @@ def write_atomic(path: Path, content: bytes | str) -> None:
         OSError: The disk is full, or takes it no more for another reason; ``path`` is named. Or a folder
             around it, which this process locks, was moved or removed.
     """
-    check_held(path)
+    if (gone := gone_folder(path)) is not None:
+        raise OSError(errno.ENOENT, f"it {GONE}", str(gone))
     path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode() if isinstance(content, str) else content
     handle, temporary = _new_file(path)
@@ -107,12 +110,8 @@ def write_atomic(path: Path, content: bytes | str) -> None:
     _sync_folder(path.parent)
 
 
-def check_held(path: Path) -> None:
-    """Refuse to write where a folder was that this process locks, and is no more.
-
-    Raises:
-        FileNotFoundError: It was moved or removed.
-    """
+def gone_folder(path: Path) -> Path | None:
+    """Return the folder around ``path`` that this process locks, if it was moved or removed since."""
     for folder in path.absolute().parents:
         if (handle := _HELD.get(folder)) is None:
             continue
@@ -121,8 +120,8 @@ def check_held(path: Path) -> None:
         except FileNotFoundError:
             is_there = False
         if not is_there:
-            told = "the folder was moved or removed while this process wrote it"
-            raise FileNotFoundError(errno.ENOENT, told, str(folder))
+            return folder
+    return None
 
 
 def check_records(file: BinaryIO) -> None:

@@ -65,7 +65,8 @@ def read_checked(folder: Path, reader: "FileSystemReader") -> "dict[str, TensorS
         reader: Of the same folder.
 
     Raises:
-        Exception: Of many types: something is damaged, or no checkpoint's.
+        BadZipFile, TypeError, UnpicklingError, ValueError: Something is damaged, or no checkpoint's; other
+            exceptions may come, too.
     """
     _check_metadata(folder / METADATA)
     found = reader.read_metadata()

@@ -184,6 +184,9 @@ def round_with_gradient(
         ste: See ``fake_quantize``; block floating point does not clamp.
         tally: Counts what ``"clip"`` clamps.
         back: Format and options by which to round the gradient that comes back; None: not.
+
+    Raises:
+        TypeError: ``x`` is inside of ``torch.func``, and has a gradient.
     """
     if not (x.requires_grad and torch.is_grad_enabled()) and unpack_dual(x).tangent is None:
         return x if fmt is None else round_one(x.detach(), fmt, **options)

@@ -10,7 +10,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import marvin
 import marvin.tensorboard
-from marvin.files import check_held
+from marvin.files import GONE, gone_folder
 from perfmodel.meter import Meter
 from perfmodel.run import start_of
 from train.bars import HIDDEN, tqdm
@@ -162,13 +162,13 @@ def _written(folder: Path) -> Iterator[None]:
     """Name the folder where TensorBoard cannot write: its own errors do not.
 
     Raises:
-        FileNotFoundError: The run's folder was moved or removed.
-        UserError: It cannot for another reason.
+        UserError: It cannot.
     """
     try:
         yield
     except OSError as error:
-        check_held(folder)
+        if (gone := gone_folder(folder)) is not None:
+            raise UserError(f"{gone} {GONE}") from error
         raise UserError(
             f"TensorBoard's folder must be one that can be written, got {folder} "
             f"({error.strerror or error}): make room, or let it be written, then go on with --resume"

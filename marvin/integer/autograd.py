@@ -69,6 +69,9 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layer) -> Te
     Returns:
         The integer sums, rounded to float32 once, times a power of two, plus the bias; in the
         dtype of ``x``, or in that of autocast.
+
+    Raises:
+        TypeError: A tensor is inside of ``torch.func``.
     """
     check_untransformed(x=x, weight=weight, bias=bias)
     dtype = _dtype_of_result(x)

@@ -54,7 +54,11 @@ class IntegerConv1d(nn.Conv1d):
     _integer_stock = nn.Conv1d
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return (samples, outputs, length) of (samples, channels, length)."""
+        """Return (samples, outputs, length) of (samples, channels, length).
+
+        Raises:
+            TraceError: ``torch.fx`` traces a layer that trains or multiplies codes.
+        """
         return _forward(self, input, super().forward)
 
 
@@ -64,7 +68,11 @@ class IntegerConv2d(nn.Conv2d):
     _integer_stock = nn.Conv2d
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return (samples, outputs, height, width) of (samples, channels, height, width)."""
+        """Return (samples, outputs, height, width) of (samples, channels, height, width).
+
+        Raises:
+            TraceError: ``torch.fx`` traces a layer that trains or multiplies codes.
+        """
         return _forward(self, input, super().forward)
 
 
@@ -83,7 +91,11 @@ class IntegerLinear(_FromFloats, nn.Linear):
     _integer_stock = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return (samples, ..., outputs) of (samples, ..., features)."""
+        """Return (samples, ..., outputs) of (samples, ..., features).
+
+        Raises:
+            TraceError: ``torch.fx`` traces a layer that trains or multiplies codes.
+        """
         return _forward(self, input, super().forward)
 
 
@@ -103,7 +115,11 @@ class TransposedLinear(_FromFloats):
     """Goes before transformers' ``Conv1D``, a linear layer whose weight is (features, outputs), in a class's bases."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (samples, ..., outputs) of (samples, ..., features)."""
+        """Return (samples, ..., outputs) of (samples, ..., features).
+
+        Raises:
+            TraceError: ``torch.fx`` traces a layer that trains or multiplies codes.
+        """
         return _forward(self, x, super().forward)  # pyright: ignore
 
 

@@ -30,8 +30,8 @@ from marvin.settings import Checks, Group, Settings, check_settings
 __all__ = ["MuppetPolicy", "Stage", "epoch_diversity", "threshold"]
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    return value >= least and isinstance(value, Integral)
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, Integral) and int(value) >= least
 
 
 def _is_rising(levels: Any) -> bool:

@@ -62,7 +62,7 @@ def test_where_a_locked_folder_was_moved_nothing_is_written(tmp_path, taken):
             folder.mkdir()
             (folder / LOCK).touch()
         for path in (folder / "a", folder / "inner" / "b"):
-            with pytest.raises(FileNotFoundError, match="moved or removed while") as caught:
+            with pytest.raises(FileNotFoundError, match="it was moved or removed while") as caught:
                 write_atomic(path, "2")
             assert caught.value.filename == str(folder)
         assert not taken or [path.name for path in folder.iterdir()] == [LOCK]

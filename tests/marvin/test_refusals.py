@@ -497,10 +497,9 @@ def test_a_quantizer_and_an_input_to_encode_are_tensors():
     fmt = fixedpoint_kernels.FixedPoint(8, 4)
     with pytest.raises(TypeError, match=r"got ndarray: write torch\.as_tensor\(x\)"):
         marvin.Quantizer(fmt)(np.ones(3))
-    with pytest.raises(TypeError, match="values must be a tensor, got"):
-        marvin.export.integer.encode_input(np.ones(3), fmt)
-    with pytest.raises(TypeError, match="encode_input needs a tensor and its format, got a int"):
-        marvin.export.integer.encode_input(torch.ones(3), 8)
+    for arguments in ((np.ones(3), fmt), (torch.ones(3), 8)):
+        with pytest.raises(TypeError, match="encode_input needs a tensor and its format, got"):
+            marvin.export.integer.encode_input(*arguments)
 
 
 def test_parameters_must_have_values():
