@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute, TraceError
-from torch.overrides import handle_torch_function, has_torch_function
 
 from fixedpoint_kernels._torch_private.compiling import ASSERT
 from marvin.kinds import OPERATORS, Kinds, are_tensors
@@ -85,8 +84,8 @@ class AskedTracer(fx.Tracer):
     def check(self, condition: object, message: str) -> object:
         """Stand for ``torch._assert``, whose condition need not be a proxy: numbers of dimensions are known."""
         self.told(message)
-        if has_torch_function((condition,)):
-            return handle_torch_function(ASSERT, (condition,), condition, message)
+        if issubclass(type(condition), fx.Proxy):
+            return self.create_proxy("call_function", ASSERT, (condition, message), {})
         if not condition:
             raise AssertionError(message)
         return None

@@ -26,6 +26,7 @@ from marvin.integer import convert, prepack, revert
 from train.resnet20 import ResNet20
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:weights must be numbers of their format"),
     pytest.mark.skipif(
         not products.path().is_own, reason="no own path of products on this processor"
     ),

@@ -497,9 +497,8 @@ def test_a_quantizer_and_an_input_to_encode_are_tensors():
     fmt = fixedpoint_kernels.FixedPoint(8, 4)
     with pytest.raises(TypeError, match=r"got ndarray: write torch\.as_tensor\(x\)"):
         marvin.Quantizer(fmt)(np.ones(3))
-    for arguments in ((np.ones(3), fmt), (torch.ones(3), 8)):
-        with pytest.raises(TypeError, match="encode_input needs a tensor and its format, got"):
-            marvin.export.integer.encode_input(*arguments)
+    with pytest.raises(TypeError, match="encode_input needs a tensor and its format, got int"):
+        marvin.export.integer.encode_input(torch.ones(3), 8)
 
 
 def test_parameters_must_have_values():

@@ -9,7 +9,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint
-from marvin.export.errors import ExportError
+from marvin.export.errors import ExportError, check_tensor
 from marvin.export.execute.arithmetic import Codes, align, magnitude, round_codes, weigh
 from marvin.export.execute.samples import check_numbers, check_samples
 from marvin.export.execute.transformers import embed, matmul, norm, softmax
@@ -106,11 +106,11 @@ def encode_input(x: Tensor, fmt: FixedPoint) -> Codes:
         ExportError: There is a NaN.
         TypeError: ``x`` is not a tensor, or ``fmt`` no ``FixedPoint``.
     """
-    if not isinstance(x, Tensor) or not isinstance(fmt, FixedPoint):
-        got = f"{type(x).__name__} and {type(fmt).__name__}"
+    check_tensor(x, "values")
+    if not isinstance(fmt, FixedPoint):
         raise TypeError(
-            f"encode_input needs a tensor and its format, got {got}: write "
-            "encode_input(torch.as_tensor(x), FixedPoint(8, 4))"
+            f"encode_input needs a tensor and its format, got {type(fmt).__name__}: write "
+            "encode_input(x, FixedPoint(8, 4))"
         )
     check_numbers(x)
     values = x.detach().cpu().double().numpy()
