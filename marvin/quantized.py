@@ -196,6 +196,7 @@ class Quantized(SavesState, AskedByScaler):
         self._is_made = False
         super().__init__(optimizer.param_groups, {**optimizer.defaults, **options})
         del self._is_made
+        self._check_changed()
         self._follow([*self._layout.names])
         self._begin([*self._layout.names])  # a bias may come groups before its weight
         self._own_step = guard_step(self, optimizer)

@@ -344,7 +344,7 @@ def _why_not(module: nn.Module) -> str:
             return "forward_save.convert came first: revert it, call integer.convert, then again"
         if computed := computed_weights(module):
             return f"a parametrisation computes its {' and '.join(computed)}"
-        if any(module.children()):
+        if any(module.children()) and type(module) not in _INSTEAD:
             own = " and ".join(name for name, p in own_parameters(module) if is_layer(p))
             return f"there is no integer product for its own {own}: put that into an nn.Linear, and call it"
         return f"there is no integer product for {_named(type(module))}"

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 
+from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels._torch_private.modes import is_watched
 from fixedpoint_kernels._torch_private.modules import table_of
 from fixedpoint_kernels._torch_private.tensors import versions_of
+from marvin.channels import ChannelFormat
 from marvin.integer.formats import carried, choose
 from marvin.rounding import round_one
 from marvin.warned import warn_user
@@ -18,6 +21,7 @@ __all__ = ["Strayed", "look_at"]
 
 _MUCH = 0.05
 """Of a weight's norm: averages of rounded weights, of 8 bits, are nearer to its format."""
+_PLAIN = {Tensor, nn.Parameter}
 _NAMED: WeakSet[nn.Module] = WeakSet()  # layers that a warning has named
 
 
@@ -39,14 +43,22 @@ class Strayed:
     def look(self) -> None:
         """Warn once of each layer whose weight counts as another."""
         weights = cast("list[Tensor]", [own["weight"] for own in self._tables])
+        if is_watched() or not {*map(type, weights)} <= _PLAIN:  # of shapes without values, say
+            return
         now = list(zip(versions_of(weights), map(Tensor.data_ptr, weights), strict=True))
         if now == self._before:
             return
         rows = zip(self._layers, weights, now, self._before, strict=True)
-        changed = [(layer, weight) for layer, weight, own, before in rows if own != before]
+        changed = [
+            (layer, weight, product)
+            for layer, weight, own, before in rows
+            if own != before and layer not in _NAMED and not weight.is_meta
+            if not isinstance(product := choose(layer, carried(layer)[0]), str)
+        ]
         self._before = now
-        for layer, weight in changed:
-            if layer not in _NAMED and (share := _moved(layer, weight)) > _MUCH:
+        shares = _numbers([_moved(weight, product.weight) for _, weight, product in changed])
+        for (layer, weight, _), share in zip(changed, shares, strict=True):
+            if share > _MUCH:
                 _NAMED.add(layer)
                 size = " x ".join(map(str, weight.shape))
                 warn_user(
@@ -58,14 +70,16 @@ class Strayed:
 
 
 @torch.no_grad()
-def _moved(layer: nn.Module, weight: Tensor) -> float:
-    """Return by which part of its norm a weight moves when it is rounded to its format."""
-    product = choose(layer, carried(layer)[0])
-    if isinstance(product, str):
-        return 0.0
+def _moved(weight: Tensor, fmt: FixedPoint | ChannelFormat) -> Tensor:
+    """Return by which part of its norm a weight moves when it is rounded."""
     own = weight.float()
-    moved = vector_norm(round_one(own, product.weight, rounding="nearest") - own)
-    return float(moved / vector_norm(own).clamp_min(torch.finfo(torch.float32).tiny))
+    moved = vector_norm(round_one(own, fmt, rounding="nearest") - own)
+    return moved / vector_norm(own).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def _numbers(xs: list[Tensor]) -> list[float]:
+    """Bring numbers to the host, in one go: they go to the device of the first."""
+    return torch.stack([x.to(xs[0].device) for x in xs]).tolist() if xs else []
 
 
 def look_at(layer: nn.Module) -> None:

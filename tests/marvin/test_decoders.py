@@ -390,6 +390,7 @@ def outcome(model, x):
         return str(error)
 
 
+@pytest.mark.filterwarnings("ignore:weights must be numbers of their format")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_weights_of_other_shapes_are_left_to_pytorch(kind, training):

@@ -14,7 +14,7 @@ import marvin
 from fixedpoint_kernels import forward_save
 from fixedpoint_kernels.forward_save import conversion as saving
 from fixedpoint_kernels.forward_save import swap
-from marvin import carriers, compact, hooks, masters, quantized, rounder, stored
+from marvin import carriers, compact, groups, hooks, masters, quantized, rounder, stored
 from marvin import conversion as attaching
 from marvin.integer import conversion, fusion
 
@@ -120,7 +120,7 @@ ROUNDING = attaching, carriers, hooks, quantized, rounder
         (to_round, ROUNDING),
         (to_round_otherwise, ROUNDING),
         (to_prepare, ROUNDING),
-        (to_add, (carriers, masters, quantized, rounder)),
+        (to_add, (carriers, groups, masters, quantized, rounder)),
         (to_convert, (conversion, fusion)),
         (to_revert, (conversion,)),
         (to_store, (stored,)),

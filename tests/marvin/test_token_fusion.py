@@ -1494,6 +1494,7 @@ def outcome(model, x):
         return type(error), str(error)
 
 
+@pytest.mark.filterwarnings("ignore:weights must be numbers of their format")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("change", FOREIGN.values(), ids=FOREIGN)
 def test_chains_leave_what_their_kernels_would_read_wrongly(change, training):
