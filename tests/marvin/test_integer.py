@@ -685,6 +685,7 @@ def given_other_memory(model):
 STRAYED = r"got others in a converted Integer\w+ of [\dx ]+: they count as the nearest ones, which moves them by \d+% "
 
 
+@pytest.mark.skipif(not products.path().is_own, reason="no own path of products on this processor")
 @pytest.mark.parametrize("change", [folded, written, given_other_memory])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", ["trained", "frozen"])
