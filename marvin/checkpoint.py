@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from marvin.compact import SUFFIXES
+from marvin.display import listed
 from marvin.masters import check_pair
 from marvin.quantized import Quantized
 from marvin.ranks import is_distributed, rank
@@ -142,12 +143,12 @@ def _check_model(known: "Mapping[str, TensorStorageMetadata]", model: nn.Module)
     ]
     if more and all(map(_is_format, more)) and not fewer and not shapes:
         raise ValueError(
-            f"the model must round what its layers take, as {_some(more)} of the checkpoint says: write "
+            f"the model must round what its layers take, as {listed(more)} of the checkpoint says: write "
             "marvin.quantize_activations(model, optimizer) before load_sharded"
         )
     if more or fewer or shapes:
         words = {"too many": more, "too few": fewer, "others": shapes}
-        got = "; ".join(f"{word}: {_some(names)}" for word, names in words.items() if names)
+        got = "; ".join(f"{word}: {listed(names)}" for word, names in words.items() if names)
         raise ValueError(
             f"the checkpoint must have the weights and buffers of the model, got {got}"
         )
@@ -155,10 +156,6 @@ def _check_model(known: "Mapping[str, TensorStorageMetadata]", model: nn.Module)
 
 def _is_format(name: str) -> bool:
     return name.rpartition(".")[2] == BUFFER
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @contextmanager

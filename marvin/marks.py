@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fixedpoint_kernels._torch_private.tensors import versions_of
 
-__all__ = ["Mark", "marks_of"]
+__all__ = ["Mark", "marks_of", "on_host"]
 
 Mark = tuple[int, int, "ref[torch.UntypedStorage]"]
 
@@ -20,3 +20,8 @@ def marks_of(weights: Sequence[Tensor]) -> list[Mark]:
     """
     memory = map(ref, map(Tensor.untyped_storage, weights))
     return list(zip(versions_of(weights), map(Tensor.data_ptr, weights), memory, strict=True))
+
+
+def on_host(answers: Sequence[Tensor]) -> list[float]:
+    """Bring what was asked of weights to the host, in one go: all go to the device of the first."""
+    return torch.stack([x.to(answers[0].device) for x in answers]).tolist() if answers else []

@@ -1,6 +1,6 @@
 """What others did to the weights since an optimizer wrote them, and masters that cannot be right."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from marvin.channels import ChannelFormat, scale_of
 from marvin.compact import master_of, put_master
 from marvin.display import listed
-from marvin.marks import marks_of
+from marvin.marks import marks_of, on_host
 from marvin.masters import WithMasters, pieces
 from marvin.noise import Purpose
 from marvin.rounder import FLOATS
@@ -75,7 +75,7 @@ class WatchesWeights(WithMasters):
     def _not_finite(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> list[str]:
         """Return the names of the parameters whose second tensors are not finite."""
         found = [(self._layout.names[p], own.isfinite().all()) for p, own in pairs]
-        told = _told([is_finite for _, is_finite in found])
+        told = on_host([is_finite for _, is_finite in found])
         return [name for (name, _), is_finite in zip(found, told, strict=True) if not is_finite]
 
     def _name_runaways(self) -> None:
@@ -187,7 +187,7 @@ class WatchesWeights(WithMasters):
                 for p, weight in zip(piece, self._rounded(piece), strict=True)
                 if weight is not None and weight.dtype == p.dtype
             ]
-            told = _told([differs.any() for _, differs in pairs])
+            told = on_host([differs.any() for _, differs in pairs])
             for (p, _), differs in zip(pairs, told, strict=True):
                 if differs and master_of(self.state[p]).isfinite().all():  # else it is refused
                     found.append(self._layout.names[p])
@@ -238,8 +238,3 @@ class WatchesWeights(WithMasters):
                 "optimizer.load_state_dict(before.state_dict()), or give the same optimizer to the "
                 "next fit"
             )
-
-
-def _told(answers: Sequence[Tensor]) -> list[bool]:
-    """Bring answers to the host, in one go: they go to the device of the first."""
-    return torch.stack([x.to(answers[0].device) for x in answers]).tolist() if answers else []

@@ -14,6 +14,7 @@ from fixedpoint_kernels._torch_private.modules import table_of
 from fixedpoint_kernels._torch_private.tensors import versions_of
 from marvin.channels import ChannelFormat
 from marvin.integer.formats import carried, choose
+from marvin.marks import on_host
 from marvin.rounding import round_one
 from marvin.warned import warn_user
 
@@ -56,7 +57,7 @@ class Strayed:
             if not isinstance(product := choose(layer, carried(layer)[0]), str)
         ]
         self._before = now
-        shares = _numbers([_moved(weight, product.weight) for _, weight, product in changed])
+        shares = on_host([_moved(weight, product.weight) for _, weight, product in changed])
         for (layer, weight, _), share in zip(changed, shares, strict=True):
             if share > _MUCH:
                 _NAMED.add(layer)
@@ -75,11 +76,6 @@ def _moved(weight: Tensor, fmt: FixedPoint | ChannelFormat) -> Tensor:
     own = weight.float()
     moved = vector_norm(round_one(own, fmt, rounding="nearest") - own)
     return moved / vector_norm(own).clamp_min(torch.finfo(torch.float32).tiny)
-
-
-def _numbers(xs: list[Tensor]) -> list[float]:
-    """Bring numbers to the host, in one go: they go to the device of the first."""
-    return torch.stack([x.to(xs[0].device) for x in xs]).tolist() if xs else []
 
 
 def look_at(layer: nn.Module) -> None:
