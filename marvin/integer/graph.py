@@ -34,7 +34,7 @@ from marvin.integer.pools import let_windows_be_whole
 from marvin.integer.scales import let_attention_scale
 from marvin.integer.sizes import Assumed, Sizes, put_in
 from marvin.integer.surroundings import Surroundings, names_of, tensors_of
-from marvin.integer.token_graph import TokenChain
+from marvin.integer.token_chain import TokenChain
 from marvin.tracing import Reads, Tracer, changes_shared
 
 __all__ = ["NOT_TRACED", "Arguments", "Traced", "part_of", "trace"]

@@ -8,7 +8,7 @@ from marvin.integer.chain_run import is_in_the_way
 from marvin.integer.formats import has_hooks, is_prepacked, rounding_of
 from marvin.integer.seen import Tensors
 from marvin.integer.token_autograd import NO_NOISE, run_tokens
-from marvin.integer.token_graph import TokenChain
+from marvin.integer.token_chain import TokenChain
 from marvin.integer.token_run import Call, TokenRun
 
 __all__ = ["TokenInference"]

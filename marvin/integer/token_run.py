@@ -21,7 +21,7 @@ from marvin.integer.layers import OPTIONS, TransposedLinear, features_of, is_lin
 from marvin.integer.programs import Programs
 from marvin.integer.standing import Standing
 from marvin.integer.token_autograd import LinearCall, program_of, run_tokens
-from marvin.integer.token_graph import Member, TokenChain
+from marvin.integer.token_chain import Member, TokenChain
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
