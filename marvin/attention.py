@@ -11,8 +11,9 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from fixedpoint_kernels._torch_private.modules import own_hooks
+from marvin.compiled import check_uncompiled
 from marvin.hooks import rounders_of
-from marvin.settings import check_model, check_uncompiled
+from marvin.refused import check_model
 
 __all__ = [
     "Attention",

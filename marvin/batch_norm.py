@@ -10,7 +10,7 @@ from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels._torch_private.modules import BatchNormBase
 from marvin.display import listed
 from marvin.ranks import sum_over_ranks
-from marvin.settings import check_batches, check_model
+from marvin.refused import check_batches, check_model
 
 __all__ = ["reestimate_batch_norm"]
 

@@ -19,6 +19,7 @@ from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels._torch_private.tensors import storage_key, tree_leaves
 from marvin.attention import spell_attention
 from marvin.channels import ChannelFormat
+from marvin.compiled import check_uncompiled
 from marvin.conversion import argument_names, prepare
 from marvin.display import listed
 from marvin.freezing import thaw
@@ -26,15 +27,9 @@ from marvin.hooks import rounders_of, see_what_is_rounded
 from marvin.layers import computed_weights, is_layer
 from marvin.model_formats import ModuleFormats
 from marvin.nested import mapped, mapped_output
+from marvin.refused import check_batches, check_model, check_one_input, check_values
 from marvin.rounder import FLOATS
 from marvin.rounding import Format, round_one
-from marvin.settings import (
-    check_batches,
-    check_model,
-    check_one_input,
-    check_uncompiled,
-    check_values,
-)
 
 __all__ = [
     "Batches",

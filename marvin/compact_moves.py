@@ -11,7 +11,8 @@ from fixedpoint_kernels._torch_private.optimizers import has_step_hooks
 from fixedpoint_kernels.compact import Adam, Codes, Sgd
 from marvin.compact import moment_of
 from marvin.gradients import Gradients
-from marvin.settings import Group, OwnStep
+from marvin.inner_optimizer import OwnStep
+from marvin.settings import Group
 from marvin.sgd import SGD
 
 __all__ = ["Moved", "moves_of_compact"]

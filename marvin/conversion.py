@@ -12,12 +12,13 @@ from fixedpoint_kernels.rounding import Rounding
 from fixedpoint_kernels.undo import all_or_nothing
 from marvin.activations import Entry, QuantizedActivations
 from marvin.carriers import EXCLUDED, FOLLOWERS, OTHERS, assign, decides
+from marvin.compiled import check_uncompiled
 from marvin.hooks import detach, hook, rounders_of
 from marvin.layers import parameters_of, parametrisations_of
 from marvin.model_formats import ModuleFormats
 from marvin.quantized import Quantized
+from marvin.refused import check_model
 from marvin.rounder import ForwardState, Rounder, channels_of
-from marvin.settings import check_model, check_uncompiled
 from marvin.straight_through import StraightThrough
 from marvin.wrappers import unwrapped
 

@@ -18,14 +18,15 @@ from fixedpoint_kernels.forward_save.swap import is_converted
 from fixedpoint_kernels.rounding.reference import float_bounds
 from marvin.attention import Attention, Encoder, EncoderLayer
 from marvin.channels import ChannelFormat
+from marvin.compiled import is_traced
 from marvin.conversion import prepare
 from marvin.hooks import Unscripted, give_place, rounders_of, take_place
 from marvin.layers import computed_weights
 from marvin.model_formats import ModuleFormats, decode_formats
 from marvin.nested import mapped, mapped_output
+from marvin.refused import check_model, check_values
 from marvin.rounder import BUFFER, FLOATS, as_it_is, formats_of
 from marvin.rounding import Format
-from marvin.settings import check_model, check_values, is_traced
 
 __all__ = ["FrozenRounding", "freeze", "frozen_formats", "nearest_codes", "saved_classes", "thaw"]
 

@@ -12,12 +12,14 @@ from marvin import state as states
 from marvin.carriers import Carriers
 from marvin.compact import conform, is_compact, put_master, wants_compact
 from marvin.display import listed
+from marvin.inner_optimizer import check_groups
 from marvin.layers import count_known, held_by, is_layer, layout_of
 from marvin.noise import Purpose
 from marvin.plans import Plans
 from marvin.policies.base import check_activation_formats, check_record
+from marvin.refused import check_dtypes
 from marvin.rounder import ForwardState
-from marvin.settings import OPTIONS, Group, check_dtypes, check_groups, check_settings, misspelt
+from marvin.settings import OPTIONS, Group, check_settings, misspelt
 from marvin.shards import is_sharded, local, locals_of
 from marvin.warned import warn_user
 from marvin.watched import WatchesWeights

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from marvin.settings import check_model
+from marvin.refused import check_model
 
 __all__ = ["tnvs_"]
 

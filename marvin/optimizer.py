@@ -11,8 +11,9 @@ from marvin.policies.adaptation import LookbackRounding
 from marvin.policies.marvin import MarvinPolicy
 from marvin.policies.push_up import Level
 from marvin.quantized import Quantized
+from marvin.refused import check_params
 from marvin.settings import SGD as SGD_CHECKS
-from marvin.settings import Group, check_params, check_settings
+from marvin.settings import Group, check_settings
 from marvin.sgd import SGD
 
 __all__ = ["MSGD"]

@@ -23,6 +23,7 @@ from marvin.compact import CompactMember, in_float, is_compact, master_of, put_t
 from marvin.compact_moves import moves_of_compact
 from marvin.display import listed
 from marvin.gradients import Gradients, by_layer, complete, gather, nonfinite, read
+from marvin.inner_optimizer import check_mode, check_step, check_wrapped, closure_needed, guard_step
 from marvin.masters import Counts
 from marvin.noise import Purpose, stream
 from marvin.plans import Plans
@@ -37,17 +38,9 @@ from marvin.policies.observer import Inputs, Sums, inputs_of
 from marvin.policies.records import Layer, Step, Update
 from marvin.policies.trace import Switch, merged
 from marvin.ranks import ALONE, Processes, is_distributed, processes_of
+from marvin.refused import check_dtypes, check_loss
 from marvin.rounder import ForwardState, Samples
 from marvin.saved import SavesState
-from marvin.settings import (
-    check_dtypes,
-    check_loss,
-    check_mode,
-    check_step,
-    check_wrapped,
-    closure_needed,
-    guard_step,
-)
 from marvin.sgd import keep_momenta, moves_of
 from marvin.shards import Shard, laid_as, local
 from marvin.warned import warn_user

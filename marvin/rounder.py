@@ -13,6 +13,7 @@ from fixedpoint_kernels import BlockFloat, FixedPoint
 from fixedpoint_kernels._torch_private.modes import is_recomputed, is_transformed
 from fixedpoint_kernels._torch_private.tensors import version_of
 from fixedpoint_kernels.rounding import Rounding
+from marvin.compiled import check_not_exported, check_untraced
 from marvin.layers import is_layer
 from marvin.model_formats import ModuleFormats, decode_formats, encode_formats
 from marvin.nested import mapped, mapped_output
@@ -20,7 +21,6 @@ from marvin.noise import NEXT, Purpose, stream
 from marvin.policies.observer import Observer
 from marvin.ranks import rank
 from marvin.rounding import Format
-from marvin.settings import check_not_exported, check_untraced
 from marvin.straight_through import StraightThrough, Tally, round_with_gradient
 
 __all__ = [

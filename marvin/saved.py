@@ -11,12 +11,13 @@ from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from marvin import state as states
 from marvin.compact import is_compact, master_of, size_bytes
 from marvin.groups import FollowsGroups
+from marvin.inner_optimizer import OwnStep, guard_step
 from marvin.layers import layout_of
 from marvin.masters import Counts
 from marvin.plans import Plans
 from marvin.policies.base import Policy
 from marvin.policies.trace import Switch
-from marvin.settings import OwnStep, check_dtypes, guard_step
+from marvin.refused import check_dtypes
 from marvin.shards import local, locals_of
 from marvin.wrappers import for_wrappers
 

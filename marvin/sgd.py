@@ -11,7 +11,8 @@ from fixedpoint_kernels._torch_private.tensors import foreach_add, foreach_add_,
 from fixedpoint_kernels.memory import joined
 from fixedpoint_kernels.sgd import Moves, Rates
 from marvin.gradients import Gradients
-from marvin.settings import Group, OwnStep
+from marvin.inner_optimizer import OwnStep
+from marvin.settings import Group
 
 __all__ = ["SGD", "keep_momenta", "moves_of"]
 

@@ -17,7 +17,7 @@ from fixedpoint_kernels.watch import OtherForward
 from marvin.layers import is_layer
 from marvin.marks import Mark, marks_of
 from marvin.quantized import Quantized
-from marvin.settings import check_model, check_values, without_values
+from marvin.refused import check_model, check_values, without_values
 from marvin.shards import is_sharded
 from marvin.wrappers import unwrapped
 

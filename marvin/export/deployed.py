@@ -14,8 +14,8 @@ from marvin.export.graph.formats import activation_formats
 from marvin.export.graph.nodes import Network
 from marvin.export.passes.round_sums import round_sums
 from marvin.export.targets.packed import Packed, pack_state
+from marvin.refused import check_model
 from marvin.rounding import Format
-from marvin.settings import check_model
 
 __all__ = ["Deployed", "Options", "deploy"]
 

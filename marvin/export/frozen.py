@@ -18,7 +18,7 @@ from marvin.export.graph.formats import (
     weight_formats,
 )
 from marvin.export.report import Trained, first_head
-from marvin.settings import check_one_input
+from marvin.refused import check_one_input
 
 __all__ = ["export"]
 

@@ -35,7 +35,7 @@ from marvin.integer.layers import (
 from marvin.integer.lone_run import forget
 from marvin.layers import computed_weights, is_layer, parameters_of, parametrisations_of
 from marvin.model_formats import ModuleFormats
-from marvin.settings import check_model
+from marvin.refused import check_model
 
 if TYPE_CHECKING:
     from fixedpoint_kernels.figure import Shown

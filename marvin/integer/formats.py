@@ -18,11 +18,11 @@ from fixedpoint_kernels._torch_private.modules import (
 from fixedpoint_kernels.norms import norms_many
 from fixedpoint_kernels.sides import for_each_side
 from marvin.channels import ChannelFormat
+from marvin.compiled import is_traced
 from marvin.freezing import FrozenRounding
 from marvin.hooks import rounders_of
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import ForwardState, Rounder
-from marvin.settings import is_traced
 
 __all__ = [
     "BITS",

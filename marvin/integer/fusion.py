@@ -13,6 +13,7 @@ from fixedpoint_kernels._torch_private.compiling import compiled_as_constant
 from fixedpoint_kernels._torch_private.modes import is_watched
 from fixedpoint_kernels._torch_private.modules import global_forward_hooks
 from fixedpoint_kernels.watch import KEPT, OtherForward, has_own_forward, unbound
+from marvin.compiled import is_traced
 from marvin.hooks import not_scripted, restore_forwards, rounders_of
 from marvin.integer.chain_graph import Chain
 from marvin.integer.chain_run import ChainRun
@@ -28,7 +29,6 @@ from marvin.integer.sizes import Assumed
 from marvin.integer.strayed import Strayed
 from marvin.integer.token_inference import TokenInference
 from marvin.integer.token_run import TokenRun, put_in
-from marvin.settings import is_traced
 
 __all__ = ["fuse", "fused_layers", "own_forwards", "refused_calls", "restore_forwards"]
 

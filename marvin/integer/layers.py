@@ -13,6 +13,7 @@ from torch.fx.proxy import TraceError
 from fixedpoint_kernels._torch_private.modes import is_transformed, is_watched
 from fixedpoint_kernels._torch_private.modules import own_parameters
 from fixedpoint_kernels.watch import stock_class
+from marvin.compiled import is_exported, is_traced
 from marvin.integer import autograd, lone_run
 from marvin.integer.formats import (
     OPTIONS,
@@ -27,7 +28,6 @@ from marvin.integer.formats import (
 from marvin.integer.strayed import look_at
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import FLOATS, ForwardState
-from marvin.settings import is_exported, is_traced
 
 __all__ = [
     "CLASSES",

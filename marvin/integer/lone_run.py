@@ -18,6 +18,7 @@ from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.memory import is_float32
 from fixedpoint_kernels.products.shapes import sums_fit
 from fixedpoint_kernels.tokens import Segment
+from marvin.compiled import is_traced
 from marvin.integer.autograd import Noise, lies_as
 from marvin.integer.formats import (
     OPTIONS,
@@ -40,7 +41,6 @@ from marvin.integer.token_autograd import (
 )
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
-from marvin.settings import is_traced
 
 if TYPE_CHECKING:
     from fixedpoint_kernels.tokens.program import Program

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor, nn
 
+from marvin.compiled import is_traced
 from marvin.export.errors import ExportError
 from marvin.export.execute.samples import check_numbers, check_samples
 from marvin.export.execute.simulate import simulate
 from marvin.export.execute.transformers import check_indices
 from marvin.export.graph.nodes import Network, check_network
 from marvin.export.graph.transformers import Embedding
-from marvin.settings import is_traced
 
 __all__ = ["ExactModule", "exact_module"]
 

@@ -25,7 +25,7 @@ from marvin.export.graph.nodes import (
 )
 from marvin.export.graph.transformers import Norm
 from marvin.export.passes.fold import absorbed
-from marvin.settings import check_model
+from marvin.refused import check_model
 
 __all__ = ["Difference", "Row", "compare", "evaluating", "verify"]
 

@@ -17,6 +17,7 @@ from torch.fx.proxy import TraceError
 from fixedpoint_kernels import FixedPoint, forward_save
 from fixedpoint_kernels.forward_save.swap import is_converted
 from marvin.channels import ChannelFormat
+from marvin.compiled import check_uncompiled
 from marvin.export.errors import ExportError, check_length, check_tensor
 from marvin.export.execute.verify import evaluating
 from marvin.export.frontend.activations import ACTIVATIONS, exact
@@ -40,8 +41,8 @@ from marvin.integer.conversion import revert
 from marvin.integer.layers import CLASSES, integer_class, stock_class
 from marvin.integer.surroundings import Surroundings
 from marvin.kinds import called
+from marvin.refused import check_model
 from marvin.rounding import Format
-from marvin.settings import check_model, check_uncompiled
 from marvin.tracing import Tracer
 
 __all__ = ["describe"]

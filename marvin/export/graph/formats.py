@@ -14,9 +14,9 @@ from marvin.calibration import Estimator
 from marvin.compact import master_of
 from marvin.export.errors import ExportError, check_length, fixed_point
 from marvin.quantized import Quantized
+from marvin.refused import check_model
 from marvin.rounder import formats_of
 from marvin.rounding import Format, round_one
-from marvin.settings import check_model
 
 __all__ = [
     "Formats",
