@@ -237,7 +237,7 @@ def test_a_policy_with_a_memory_is_refused_with_the_new_names(name):
 @pytest.mark.parametrize("name", REMOVED)
 def test_the_changelog_says_what_to_write_instead(name):
     text = (ROOT / "CHANGELOG.md").read_text()
-    removed = re.search(r"^### Removed\n(.*?)^##", text, re.DOTALL | re.MULTILINE)
+    removed = re.search(r"^### Removed\n(.*?)(?:^##|\Z)", text, re.DOTALL | re.MULTILINE)
     assert removed
     assert f"`{name}`" in removed[1]
     owner, _, member = name.partition(".")
