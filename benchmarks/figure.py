@@ -115,16 +115,25 @@ def draw(points: list[Point], title: str) -> Figure:
 
 
 def _keep_apart(figure: Figure, axes: Axes, labels: list[Annotation]) -> None:
-    """Move labels that are over another one, or over a point, to where there is room."""
+    """Move labels to where they are over the fewest others, points, lines and other words."""
     figure.draw_without_rendering()  # it is known then where things are
     points = [axes.transData.transform(label.xy) for label in labels]
     taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in points]
+    words = [axes.get_legend(), axes.yaxis.label, *axes.get_yticklabels()]
+    taken += [word.get_window_extent() for word in words if word is not None]
+    lines = [line.get_transform().transform_path(line.get_path()) for line in axes.lines]
+
+    def place(label: Annotation, offset: tuple[float, float]) -> int:
+        """Put a label there, and return over how much it is."""
+        label.xyann = offset
+        label.set_horizontalalignment("left" if offset[0] > 0 else "right")
+        box = label.get_window_extent()
+        crossed = [line.intersects_bbox(box, filled=False) for line in lines]
+        return sum(map(box.overlaps, taken)) + sum(crossed)
+
     for label in labels:
-        for place in (label.xyann, *AROUND):
-            label.xyann = place
-            label.set_horizontalalignment("left" if place[0] > 0 else "right")
-            if not any(label.get_window_extent().overlaps(other) for other in taken):
-                break
+        best = min((label.xyann, *AROUND), key=lambda offset: place(label, offset))
+        place(label, best)
         taken.append(label.get_window_extent())
 
 

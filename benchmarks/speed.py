@@ -74,8 +74,8 @@ class Row:
         best = [s for name, s in self.medians_s.items() if name.startswith(kind)]
         if not best or ours not in self.medians_s:
             return ""
-        text = f"{min(best) / self.medians_s[ours]:.1f}"
-        return text if float(text) >= 1 else f"**{text}**"
+        ratio = min(best) / self.medians_s[ours]
+        return f"{ratio:.1f}" if ratio >= 1 else f"**{ratio:.1f}**"
 
 
 def main() -> None:

@@ -262,6 +262,19 @@ def test_labels_of_points_that_are_close_stand_apart():
     assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
+def test_a_label_stands_beside_a_line_and_not_on_it():
+    points = [figure.Point("float32", [32.0], [84.4]), figure.Point("target 4 bits", [4.0], [83.6])]
+    points += [figure.Point("static 5", [5.3], [84.0]), figure.Point("static 4", [4.4], [83.4])]
+    axes = figure.draw(points, "line").axes[0]
+    (label,) = (text for text in axes.texts if text.get_text() == "target 4 bits")
+    box = label.get_window_extent()
+    words = [axes.yaxis.label, *axes.get_yticklabels()]
+    assert not any(box.overlaps(word.get_window_extent()) for word in words)
+    for line in axes.lines:
+        path = line.get_transform().transform_path(line.get_path())
+        assert not path.intersects_bbox(box, filled=False)
+
+
 @pytest.mark.parametrize(("highest", "scale"), [(2.3, "linear"), (2.4e7, "log")])
 def test_one_large_loss_hides_no_other(highest, scale):
     curves = [figure.Curve("exact", [[2.0, 1.6]], [[1.9, 1.7]])]

@@ -45,9 +45,12 @@ def test_ours_is_compared_with_the_faster_layout(results):
     assert speed.table({"here": ("a",)}, "training").splitlines()[2] == "| net | 4.0, 2.0 |"
 
 
-def test_what_is_slower_is_bold_and_what_is_as_fast_is_not(results):
-    results("a", net={"ours": 1.0, "float32": 0.94, "bfloat16": 0.96})
-    assert speed.table({"here": ("a",)}, "training").splitlines()[2] == "| net | **0.9**, 1.0 |"
+@pytest.mark.parametrize(
+    ("float32", "cell"), [(0.94, "**0.9**"), (0.96, "**1.0**"), (1.0, "1.0"), (1.04, "1.0")]
+)
+def test_what_is_slower_is_bold_also_where_it_rounds_to_one(results, float32, cell):
+    results("a", net={"ours": 1.0, "float32": float32})
+    assert speed.table({"here": ("a",)}, "training").splitlines()[2] == f"| net | {cell} |"
 
 
 def test_of_a_case_that_two_files_have_the_first_counts(results):
