@@ -119,7 +119,7 @@ def meaning(finished: Mapping[str, Finished]) -> str:
     return (
         "Differences to the first row are means over the seeds that both rows have, seed by seed, with "
         "their standard error. That a row is no worse by half a point is shown where the one-sided "
-        "95 % bound, by Student's t, is above -0.5; else these seeds do not decide it, or show that it "
+        "95 % bound, by Student's t, is above -0.5. Else these seeds do not decide it, or show that it "
         "is worse."
     )
 
