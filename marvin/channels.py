@@ -1,7 +1,7 @@
 """Fixed point whose point is another in each channel of a weight."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -20,11 +20,27 @@ class ChannelFormat:
 
     Args:
         fmt: Of channels whose shift is 0.
-        shifts: How many fractional bits more each channel has, 0 or more.
+        shifts: How many fractional bits more each channel has, 0 or more; at least one channel.
+
+    Raises:
+        TypeError: ``fmt`` is no ``FixedPoint``.
+        ValueError: ``shifts`` are not a tuple of whole numbers as above.
     """
 
     fmt: FixedPoint
     shifts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fmt, FixedPoint):
+            raise TypeError(
+                f"fmt must be a FixedPoint, such as FixedPoint(8, 4), got {self.fmt!r:.60}"
+            )
+        is_known = isinstance(self.shifts, tuple) and {*map(type, self.shifts)} == {int}
+        if not is_known or min(self.shifts) < 0:
+            raise ValueError(
+                "shifts must be a tuple of a whole number for each channel, 0 or more, "
+                f"got {self.shifts!r:.60}"
+            )
 
     @property
     def wl(self) -> int:
@@ -37,8 +53,16 @@ class ChannelFormat:
         return self.fmt.fl
 
     def channel(self, index: int) -> FixedPoint:
-        """Return the format of one channel."""
-        return FixedPoint(self.wl, self.fl + self.shifts[index], self.fmt.symmetric)
+        """Return the format of one channel.
+
+        Raises:
+            IndexError: There is no such channel.
+        """
+        if not -len(self.shifts) <= index < len(self.shifts):
+            raise IndexError(
+                f"index must be that of one of {len(self.shifts)} channels, got {index}"
+            )
+        return replace(self.fmt, fl=self.fl + self.shifts[index])
 
     def whole(self) -> FixedPoint:
         """Return the shortest format that has every value of every channel.
@@ -47,7 +71,7 @@ class ChannelFormat:
             ValueError: It would take more than 32 bits.
         """
         most = max(self.shifts)
-        return FixedPoint(self.wl + most, self.fl + most)
+        return replace(self.fmt, wl=self.wl + most, fl=self.fl + most, symmetric=False)
 
 
 def channel_format(fmt: FixedPoint, lengths: Sequence[int | None]) -> ChannelFormat:

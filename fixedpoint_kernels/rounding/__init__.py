@@ -245,10 +245,11 @@ def decode(codes: Tensor, fmt: FixedPoint, *, dtype: torch.dtype = torch.float32
         codes: Integers, any shape. One that the format does not have is not refused, and gives a
             value outside of it: on a GPU, finding one would make the host wait for the device.
         fmt: Their format.
-        dtype: Of the result; float32 holds codes of up to 25 bits, float64 all of them.
+        dtype: Of the result: float32, which holds codes of up to 25 bits, float64, which holds all of them, or
+            bfloat16 or float16, to which values are rounded.
 
     Raises:
-        TypeError: ``codes`` are not a tensor of integers, or ``fmt`` is no ``FixedPoint``.
+        TypeError: ``codes`` are not a tensor of integers, ``fmt`` is no ``FixedPoint``, or ``dtype`` is none of these.
     """
     if not isinstance(codes, Tensor):
         raise TypeError(
@@ -258,7 +259,12 @@ def decode(codes: Tensor, fmt: FixedPoint, *, dtype: torch.dtype = torch.float32
     if codes.dtype.is_floating_point or codes.dtype is torch.bool or codes.is_complex():
         raise TypeError(f"decode needs integer codes, got {codes.dtype}")
     _check_format(fmt, FixedPoint)
-    return codes.to(dtype) * fmt.lsb
+    if dtype not in (*_FLOATS, torch.float64):
+        raise TypeError(
+            f"dtype must be float32, float64, bfloat16 or float16, got {dtype!r}: codes are whole numbers already"
+        )
+    wide = torch.promote_types(dtype, torch.float32)  # float16 does not hold a code above 65,504
+    return (codes.to(wide) * fmt.lsb).to(dtype)
 
 
 def kernels_of(x: Tensor):

@@ -255,6 +255,25 @@ def test_codes_decode_to_the_rounded_value(fmt, x):
     torch.testing.assert_close(decode(codes, fmt), quantize(x, fmt, seed=4), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("fmt", "values"),
+    [(FixedPoint(32, 16), [1.5, -1000.25, 30000.0]), (FixedPoint(16, 16, signed=False), [0.9999])],
+)
+def test_codes_decode_to_what_a_narrow_dtype_holds(fmt, values, dtype):
+    codes = encode(torch.tensor(values), fmt, rounding="nearest")
+    wanted = torch.tensor([code * fmt.lsb for code in codes.tolist()], dtype=dtype)
+    torch.testing.assert_close(decode(codes, fmt, dtype=dtype), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float8_e5m2, None, "float32"])
+def test_codes_decode_to_floats_alone(dtype):
+    with pytest.raises(
+        TypeError, match=r"dtype must be float32, float64, bfloat16 or float16, got"
+    ):
+        decode(torch.tensor([1]), FixedPoint(8, 4), dtype=dtype)
+
+
 def test_nan_has_code_zero_and_stays_nan():
     x = torch.tensor([math.nan])
     assert encode(x, FORMATS[1]).item() == 0

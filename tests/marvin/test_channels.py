@@ -48,6 +48,22 @@ def test_the_whole_format_has_every_value():
         ChannelFormat(FixedPoint(30, 0), (0, 3)).whole()
 
 
+@pytest.mark.parametrize("shifts", [(-1,), (-1, 2), (0.5,), (True,), (), [0, 1], 3])
+def test_shifts_are_whole_numbers_from_0_on(shifts):
+    with pytest.raises(ValueError, match="shifts must be a tuple of a whole number for each"):
+        ChannelFormat(FixedPoint(8, 4), shifts)
+
+
+def test_channels_are_of_a_fixed_point_format():
+    with pytest.raises(TypeError, match=r"fmt must be a FixedPoint, .* got 8"):
+        ChannelFormat(8, (0,))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(IndexError, match="one of 4 channels, got 5"):
+        FMT.channel(5)
+    unsigned = ChannelFormat(FixedPoint(8, 4, signed=False), (0, 2))
+    assert unsigned.channel(1) == FixedPoint(8, 6, signed=False)
+    assert unsigned.whole() == FixedPoint(10, 6, signed=False)
+
+
 def test_spare_integer_bits_become_fractional_ones():
     fmt = channel_format(
         FixedPoint(6, 3), [2, 0, None, -40, 3]
