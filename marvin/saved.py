@@ -1,5 +1,6 @@
 """What an optimizer on masters saves, loads, copies and pickles."""
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -23,6 +24,9 @@ from marvin.wrappers import for_wrappers
 
 __all__ = ["SavesState"]
 
+_DROPS = "torch.distributed.checkpoint.state_dict"
+"""Keeps ``state`` and ``param_groups`` of what it asks for, and nothing else."""
+
 
 @for_wrappers
 class SavesState(FollowsGroups):
@@ -37,10 +41,12 @@ class SavesState(FollowsGroups):
         ``"optimizer"`` is the wrapped one's state.
 
         Raises:
-            RuntimeError: The wrapped optimizer got parameter groups of its own, or ``state`` lost masters.
+            RuntimeError: The wrapped optimizer got parameter groups of its own, or ``state`` lost masters; or
+                ``torch.distributed.checkpoint.state_dict`` asks, which would drop the formats.
             TypeError: A setting of groups that were put in place of others must be a number, and is none.
             ValueError: A parameter has got another shape, or groups have other parameters.
         """
+        _check_caller()
         self._check_groups()
         self._check_state()
         with self.with_values():
@@ -202,3 +208,16 @@ class SavesState(FollowsGroups):
     def _observe_next(self) -> None:
         """Forget what went forward, and let modules show their inputs if the next step wants that."""
         raise NotImplementedError
+
+
+def _check_caller() -> None:
+    """Refuse to give a state to torch's functions that would drop the formats: nobody could go on from it."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _DROPS:
+            raise RuntimeError(
+                f"a state must be saved whole, got a call by {_DROPS} (get_optimizer_state_dict, which Lightning's "
+                "ModelParallelStrategy calls, too): it would drop the formats; write "
+                "marvin.save_sharded(folder, model, optimizer)"
+            )
+        frame = frame.f_back

@@ -277,8 +277,17 @@ def _check_order(groups: Sequence[StateDict], names: Sequence[str]) -> None:
 def _check_common(state_dict: Mapping[str, object]) -> None:
     """Refuse a state that lacks a part of what all parameters have in common."""
     if "marvin" not in state_dict:
+        own = state_dict.get("state")
+        rows = own.values() if isinstance(own, Mapping) else ()
+        why = ""
+        if any(isinstance(row, Mapping) and {"master", _CODES} & row.keys() for row in rows):
+            why = (
+                ", without the formats: torch.distributed.checkpoint.state_dict (Lightning's ModelParallelStrategy) "
+                "drops them; write marvin.save_sharded and marvin.load_sharded"
+            )
         raise ValueError(
-            f"the state must be of marvin.Quantized or marvin.MSGD, got one with {sorted(state_dict)}"
+            "the state must be of marvin.Quantized or marvin.MSGD, got one with "
+            f"{sorted(map(str, state_dict))}{why}"
         )
     version = _table("marvin, in the state,", state_dict["marvin"]).get("version", 1)
     if not isinstance(version, int) or version not in _KEYS:

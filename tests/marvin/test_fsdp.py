@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import marvin
 
@@ -74,6 +75,17 @@ def test_one_process_saves_and_loads_too(tmp_path):
     other = fsdp.make_model()
     assert marvin.load_sharded(tmp_path / "one", other, fsdp.msgd(other, seed=5)) == {}
     torch.testing.assert_close(dict(other.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+
+
+def test_a_state_whose_formats_would_be_dropped_is_refused():
+    model = fsdp.make_model()
+    optimizer = fsdp.msgd(model)
+    with pytest.raises(RuntimeError, match="it would drop the formats; write marvin.save_sharded"):
+        get_optimizer_state_dict(model, optimizer)
+    saved = optimizer.state_dict()
+    dropped = {name: saved[name] for name in ("state", "param_groups")}  # as it was saved before
+    with pytest.raises(ValueError, match="without the formats: torch.distributed.checkpoint"):
+        optimizer.load_state_dict(dropped)
 
 
 def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path):
