@@ -441,14 +441,18 @@ class Quantized(SavesState, AskedByScaler):
         self._carriers.name_unseen()
 
     def _find_processes(self) -> Processes:
-        """Return those that train with this one, looked for in the first step; refuse a step that they may not do."""
+        """Return those that train with this one; refuse a step that they may not do.
+
+        They are looked for in the first step, and once nobody has the ``DistributedDataParallel`` any more.
+        """
         if not is_distributed():
             self._processes = None
             return ALONE
-        if self._processes is None:
+        is_given = "process_group" in vars(self)
+        if self._processes is None or (self._processes.are_gone() and not is_given):
             meshes = {groups for own in self._layout.shards.values() if (groups := own.groups)}
             self._processes = processes_of(self, meshes, self.process_group)
-            if not (meshes or self._processes.models or "process_group" in vars(self)):
+            if not (meshes or self._processes.models or is_given):
                 warn_user(
                     "this process trains alone: no DistributedDataParallel or fully_shard has the parameters; "
                     "if gradients are averaged by hand, write optimizer.process_group = "

@@ -87,6 +87,10 @@ class Processes:
         own = torch.as_tensor(loss, dtype=torch.float32, device=device).detach()
         return self.sum(own.to(device)) / self.size
 
+    def are_gone(self) -> bool:
+        """Say whether nobody has any of ``models`` any more."""
+        return bool(self.models) and not any(own() for own in self.models)
+
     def shares(self) -> set[Tensor]:
         """Return the parameters that ``models`` keep the same in all processes."""
         known = [model for own in self.models if (model := own()) is not None]

@@ -131,6 +131,12 @@ def test_a_process_says_once_that_it_trains_alone(found):
         assert own["not warned"] == []
 
 
+def test_processes_that_dropped_their_wrapper_train_alone(found):
+    for own in found:
+        (said,) = own["dropped"]
+        assert "this process trains alone" in said
+
+
 def test_the_first_step_has_one_collective_more(found):
     assert [own["collectives"] for own in found] == [[2, 1, 1]] * 2
 

@@ -122,6 +122,16 @@ def collectives():
     return found
 
 
+def dropped():
+    """Train together, then alone, each its own number of steps."""
+    model = make_model(0)
+    optimizer = msgd(model)
+    parallel = DistributedDataParallel(model)
+    train(optimizer, parallel, 0, steps=2)
+    del parallel
+    return warned(lambda: train(optimizer, model, 0, steps=2 + dist.get_rank()))
+
+
 def begin(make, seed=0, wrap=None, **settings):
     """Train what begins with a seed of the model and settings of the optimizer; ``wrap`` comes before that, else DDP after."""
     model = make_model(seed)
@@ -172,6 +182,7 @@ def main(folder):
         "frozen": frozen_objects(),
         "collectives": collectives(),
         "dealt out": dealt_out(),
+        "dropped": dropped(),
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
 
