@@ -33,18 +33,23 @@ class SGD(torch.optim.SGD):
             super().step()
             return
         for group in self.param_groups:
-            masters = [p for p in group["params"] if p.grad is not None]
-            if not masters:  # compact ones were moved elsewhere
-                continue
-            steps: Sequence[Tensor] = [p.grad for p in masters]
-            if decay := group["weight_decay"]:
-                if group["normalize_gradients"]:
-                    foreach_add_(steps, masters, alpha=decay)
-                else:
-                    steps = foreach_add(steps, masters, alpha=decay)
-            if group["momentum"]:
-                steps = self._momenta(masters, steps, group["momentum"])
-            foreach_add_(masters, steps, alpha=-float(group["lr"]))
+            by_type: dict[type, list[Tensor]] = {}  # no operator takes DTensors and others together
+            for p in group["params"]:
+                if p.grad is not None:  # compact ones were moved elsewhere
+                    by_type.setdefault(type(p), []).append(p)
+            for masters in by_type.values():
+                self._move(masters, group)
+
+    def _move(self, masters: list[Tensor], group: Group) -> None:
+        steps: Sequence[Tensor] = [p.grad for p in masters]
+        if decay := group["weight_decay"]:
+            if group["normalize_gradients"]:
+                foreach_add_(steps, masters, alpha=decay)
+            else:
+                steps = foreach_add(steps, masters, alpha=decay)
+        if group["momentum"]:
+            steps = self._momenta(masters, steps, group["momentum"])
+        foreach_add_(masters, steps, alpha=-float(group["lr"]))
 
     def _momenta(
         self, masters: list[Tensor], steps: Sequence[Tensor], momentum: float

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
 
 import marvin
 
@@ -75,6 +77,29 @@ def test_one_process_saves_and_loads_too(tmp_path):
     other = fsdp.make_model()
     assert marvin.load_sharded(tmp_path / "one", other, fsdp.msgd(other, seed=5)) == {}
     torch.testing.assert_close(dict(other.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    """A group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("settings", [{"weight_decay": 0.1}, {"momentum": 0.0}])
+def test_some_parameters_may_be_left_whole(one_process, settings):
+    models = fsdp.make_model(), fsdp.make_model()
+    fully_shard(models[1], ignored_params={*models[1][3].parameters()})
+    optimizers = [fsdp.msgd(model, **settings) for model in models]
+    for step in range(5):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            fsdp.backward(model, step)
+            optimizer.step(loss=1.0)
+    fsdp.assert_same(dict(models[1].state_dict()), dict(models[0].state_dict()))
+    fsdp.assert_same(*(optimizer.state_dict()["optimizer"]["state"] for optimizer in optimizers))
+    assert optimizers[0].formats() == optimizers[1].formats()
 
 
 def test_a_state_whose_formats_would_be_dropped_is_refused():
