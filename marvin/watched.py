@@ -171,7 +171,7 @@ class WatchesWeights(WithMasters):
         return own if fmt is None else own.clamp_min(fmt.lsb)
 
     def _name_unseen(self) -> None:
-        """Warn once of weights that others wrote to without a trace, as ``weight.data.clamp_()`` does."""
+        """Warn once of weights that others wrote to without a trace, as ``weight.data.clamp_()`` does, or other processes."""
         params = list(self._layout.names)
         now = marks_of(locals_of(params))
         as_left = [
@@ -190,14 +190,23 @@ class WatchesWeights(WithMasters):
             told = on_host([differs.any() for _, differs in pairs])
             for (p, _), differs in zip(pairs, told, strict=True):
                 if differs and master_of(self.state[p]).isfinite().all():  # else it is refused
-                    found.append(self._layout.names[p])
-        if found and not self._names_unseen:
-            self._names_unseen = True
+                    found.append(p)
+        if not found or self._names_unseen:
+            return
+        self._names_unseen = True
+        names = listed([self._layout.names[p] for p in found])
+        if any(own.device.type == "cpu" and own.is_shared() for own in locals_of(found)):
             warn_user(
-                f"what is written into weight.data is lost at the next step: {listed(found)}; write to "
-                "the weights under torch.no_grad() (weight.clamp_(-1, 1)), or call "
-                "optimizer.adopt_weights() after"
+                "weights in memory that processes share must be trained by one of them, got others' values (or what "
+                f"was written into weight.data), which are lost at the next step: {names}; let each process have a "
+                "model, and train them together by DistributedDataParallel"
             )
+            return
+        warn_user(
+            f"what is written into weight.data is lost at the next step: {names}; write to "
+            "the weights under torch.no_grad() (weight.clamp_(-1, 1)), or call "
+            "optimizer.adopt_weights() after"
+        )
 
     def _take(self, before: "WithMasters", params: Iterable[Tensor]) -> None:
         """Note which parameters have the weights that another optimizer rounded, not its masters."""

@@ -427,6 +427,15 @@ def test_what_is_written_into_data_is_named(policy, steps):
         train(model, optimizer, steps=101)
 
 
+def test_what_another_process_writes_is_named():
+    model = make_model().share_memory()
+    optimizer = marvin.MSGD(model.named_parameters(), lr=0.05)
+    train(model, optimizer, steps=1)
+    model[2].weight.data.clamp_(-0.01, 0.01)  # as the step of another, which no version counts
+    with pytest.warns(UserWarning, match=r"by one of them, got others' values .*: 2\.weight; let"):
+        train(model, optimizer, steps=1)
+
+
 @pytest.mark.parametrize(("numbers", "calls"), [(1 << 24, 1), (200, 3)])
 def test_a_look_rounds_many_weights_at_once(monkeypatch, numbers, calls):
     model = make_model()
