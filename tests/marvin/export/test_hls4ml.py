@@ -93,6 +93,50 @@ def test_emulation_equals_the_integers_with_formats_by_channel(channelled, tmp_p
     assert_exact(describe(model, x, formats), 2 * x[:4], "Vitis", tmp_path)
 
 
+class Added(nn.Module):
+    """Adds what linear layers give to flattened images: first, second, and behind other layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 2, 1), nn.BatchNorm1d(8)
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        flat = self.conv(x).flatten(1)
+        y = flat + self.norm(self.a(flat)).relu()
+        return self.c(self.b(y) + y) + y
+
+
+@needs_compiler
+def test_linear_layers_give_the_order_of_images_that_they_are_added_to(make, tmp_path):
+    _, network, x = make(Added, (1, 2, 2))
+    assert_exact(network, x, "Vitis", tmp_path)
+
+
+def test_a_sum_of_two_orders_is_refused(make, tmp_path):
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(1, 4, 2, stride=2), nn.Conv2d(1, 2, (2, 1), stride=(2, 1))
+
+        def forward(self, x):
+            return self.a(x).flatten(1) + self.b(x).flatten(1)
+
+    _, network, _ = make(Pooled, (1, 4, 2))
+    with pytest.raises(ExportError, match="add: hls4ml has flattened images of other shapes"):
+        hls4ml.write(network, tmp_path)
+
+
+@needs_compiler
+def test_padding_of_unsigned_images_is_no_value_of_theirs(tmp_path):
+    torch.manual_seed(0)
+    x = torch.rand(4, 1, 4, 4) ** 3  # most are below half of the range
+    model = nn.Sequential(nn.MaxPool2d(3, 2, 1), nn.Conv2d(1, 2, 1)).eval()
+    network = describe(marvin.calibrate(model, [x]), x)
+    assert not network.operations[1].fmt.signed
+    assert_exact(network, x, "Vitis", tmp_path)
+
+
 def test_every_type_is_written_out(digits, tmp_path):
     _, network, _ = digits(8, 5)
     hls4ml.write(network, tmp_path)

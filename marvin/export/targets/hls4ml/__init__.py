@@ -22,6 +22,7 @@ from marvin.export.graph.nodes import (
     Affine,
     Conv,
     Linear,
+    MaxPool,
     Network,
     Operation,
     Relu,
@@ -29,7 +30,15 @@ from marvin.export.graph.nodes import (
     check_network,
 )
 from marvin.export.graph.transformers import Embedding
-from marvin.export.targets.hls4ml.layers import LAYERS, channels_last, check, exact, rounding
+from marvin.export.targets.hls4ml.layers import (
+    LAYERS,
+    channels_last,
+    check,
+    exact,
+    linear,
+    orders,
+    rounding,
+)
 
 __all__ = ["Hardware", "Project", "save", "write"]
 
@@ -208,14 +217,17 @@ class _Writer:
         layers: So far.
         types: Of each layer: what to it is a name of a type, and that type.
         names: Layer of each value.
-        orders: Of flattened images: where each of ours is in the trained model's.
+        orders: Of values in another order than the trained model's: where each of ours is there.
     """
 
     network: Network
     layers: list[dict[str, Any]] = field(default_factory=list)
     types: dict[str, dict[str, str]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
-    orders: dict[str, Any] = field(default_factory=dict)
+    orders: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.orders = orders(self.network)
 
     def write(self) -> None:
         """Add all operations."""
@@ -244,19 +256,26 @@ class _Writer:
         """Add one operation, together with the rounding of its result where that is all."""
         value = self.network.values[op.name]
         name = self._identifier(op.name)
-        if op.inputs[0] in self.orders and not isinstance(op, Linear):
-            self.orders[op.name] = self.orders[op.inputs[0]]
         check(op)
         layer, types = LAYERS[type(op)](self, op, value)
         result = rounding(rounded.fmt) if rounded else types.pop("result", exact(value))
         self.types[name] = {**types, "result": result}
-        inputs = [self.names[source] for source in op.inputs]
+        is_padded = isinstance(op, MaxPool) and any(op.padding)
+        inputs = [self._signed(source) if is_padded else self.names[source] for source in op.inputs]
         self.layers.append({**layer, "name": name, "inputs": inputs, "outputs": [name]})
         self.names[op.name] = name
         if rounded:
             self.names[rounded.name] = name
-            if op.name in self.orders:
-                self.orders[rounded.name] = self.orders[op.name]
+
+    def _signed(self, source: str) -> str:
+        """Return a layer whose type is signed and has a value: hls4ml pads others with half their range."""
+        before = self.names[source]
+        if not self.types[before]["result"].startswith("ap_ufixed"):
+            return before
+        value, name = self.network.values[source], self._identifier(f"{source}_signed")
+        self.layers.append({**linear(value), "name": name, "inputs": [before], "outputs": [name]})
+        self.types[name] = {"result": exact(value)}
+        return name
 
     def _identifier(self, name: str) -> str:
         word = re.sub(r"\W", "_", name, flags=re.ASCII)

@@ -24,7 +24,7 @@ from marvin.export.graph.nodes import (
     Value,
 )
 
-__all__ = ["LAYERS", "channels_last", "check", "exact", "rounding"]
+__all__ = ["LAYERS", "channels_last", "check", "exact", "linear", "orders", "rounding"]
 
 
 class Writer(Protocol):
@@ -60,15 +60,15 @@ def _conv(writer: Writer, op: Conv, value: Value) -> Layer:
         "dilation": 1,
         **_image(height, width, value),
         **_window(op),
+        "bias_data": _bias(op),
     }
-    return layer | _bias(op), _weighted_types(op, value)
+    return layer, _weighted_types(op, value)
 
 
 def _linear(writer: Writer, op: Linear, value: Value) -> Layer:
     weight = op.weight.numpy() * op.weight_fmt.lsb
-    order = writer.orders.get(op.inputs[0])
-    if order is not None:
-        weight = weight[:, order]
+    taken, given = (writer.orders.get(name, slice(None)) for name in (op.inputs[0], op.name))
+    weight = weight[:, taken][given]
     layer = {
         "class_name": "Dense",
         "weight_data": weight.T.copy(),
@@ -76,12 +76,13 @@ def _linear(writer: Writer, op: Linear, value: Value) -> Layer:
         "n_out": weight.shape[0],
         "use_bias": True,
     }
-    return layer | _bias(op), _weighted_types(op, value)
+    layer["bias_data"] = _bias(op)[given]
+    return layer, _weighted_types(op, value)
 
 
-def _bias(op: Conv | Linear) -> dict[str, Any]:
+def _bias(op: Conv | Linear) -> np.ndarray:
     codes = np.zeros(len(op.weight)) if op.bias is None else op.bias.numpy()
-    return {"bias_data": codes * op.bias_fmt.lsb}
+    return codes * op.bias_fmt.lsb
 
 
 def _weighted_types(op: Conv | Linear, value: Value) -> dict[str, str]:
@@ -95,9 +96,8 @@ def _weighted_types(op: Conv | Linear, value: Value) -> dict[str, str]:
 def _affine(writer: Writer, op: Affine, value: Value) -> Layer:
     scale = op.scale.numpy() * op.scale_fmt.lsb
     offset = op.offset.numpy() * op.offset_fmt.lsb
-    order = writer.orders.get(op.inputs[0])
-    if order is not None:
-        scale, offset = scale[order], offset[order]
+    if op.name in writer.orders:
+        scale, offset = (x[writer.orders[op.name]] for x in (scale, offset))
     layer = {
         "class_name": "BatchNormalization",
         "n_in": math.prod(value.shape),
@@ -165,12 +165,12 @@ def _window(op: Conv | MaxPool | AveragePool) -> dict[str, Any]:
 
 
 def _round(_writer: Writer, op: Round, value: Value) -> Layer:
-    layer = {
-        "class_name": "Activation",
-        "activation": "linear",
-        "n_in": math.prod(value.shape),
-    }
-    return layer, {"result": rounding(op.fmt)}
+    return linear(value), {"result": rounding(op.fmt)}
+
+
+def linear(value: Value) -> dict[str, Any]:
+    """Return a layer that casts to its type."""
+    return {"class_name": "Activation", "activation": "linear", "n_in": math.prod(value.shape)}
 
 
 def _relu(_writer: Writer, _op: Relu, value: Value) -> Layer:
@@ -185,12 +185,40 @@ def _add(_writer: Writer, _op: Add, _value: Value) -> Layer:
     return {"class_name": "Merge", "op": "add"}, {}
 
 
-def _flatten(writer: Writer, op: Flatten, value: Value) -> Layer:
-    shape = writer.shape(op.inputs[0])
-    if len(shape) == 3:
-        indices = np.arange(math.prod(shape)).reshape(shape)
-        writer.orders[op.name] = indices.transpose(1, 2, 0).reshape(-1)
+def _flatten(_writer: Writer, _op: Flatten, value: Value) -> Layer:
     return {"class_name": "Reshape", "target_shape": [math.prod(value.shape)]}, {}
+
+
+def orders(network: Network) -> dict[str, np.ndarray]:
+    """Return the orders of values that have another than the trained model's: where each of ours is there.
+
+    Flattened images are by rows, columns and channels, and so is all that is computed element by element of
+    them, or added to that.
+
+    Raises:
+        ExportError: A sum is of two orders.
+    """
+    found: dict[str, np.ndarray] = {}
+    together: list[tuple[str, ...]] = []  # values of one order
+    for op in network.operations[1:]:
+        shape = network.values.get(op.inputs[0], network.input).shape
+        if isinstance(op, Flatten) and len(shape) == 3:
+            indices = np.arange(math.prod(shape)).reshape(shape)
+            found[op.name] = indices.transpose(1, 2, 0).reshape(-1)
+        elif isinstance(op, Affine | Add | Flatten | Relu | Round) and len(shape) == 1:
+            together.append((op.name, *op.inputs))
+    before = -1
+    while len(found) > before:
+        before = len(found)
+        for names in together:
+            first, *others = [found[name] for name in names if name in found] or [None]
+            if any(not np.array_equal(first, other) for other in others):
+                raise ExportError(
+                    f"{names[0]}: hls4ml has flattened images of other shapes in other orders: a sum of both is "
+                    "not written: export it to c, onnx or packed"
+                )
+            found |= dict.fromkeys(names, first) if first is not None else {}
+    return found
 
 
 def check(op: Operation) -> None:
