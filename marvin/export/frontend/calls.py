@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from fixedpoint_kernels import FixedPoint, quantize
 from marvin.attention import attention_weights, padded_attention
 from marvin.export.execute.simulate import apply
-from marvin.export.frontend.builder import Builder
+from marvin.export.frontend.builder import Builder, Whole
 from marvin.export.frontend.call import Call
 from marvin.export.frontend.layers import average, reshape
 from marvin.export.frontend.masks import COMPARISONS, add_mask, seen_columns
@@ -27,35 +27,96 @@ from marvin.export.graph.formats import exact_format
 from marvin.export.graph.functions import Mul
 from marvin.export.graph.nodes import Add, Affine, Flatten, Round
 from marvin.export.graph.views import Concat, Slice, Transpose
-from marvin.export.passes.batch_norm import scales
+from marvin.export.passes.batch_norm import nearest, scales
 from marvin.kinds import called
 
 __all__ = ["CALLS", "SHAPES", "round_values"]
 
 _PRIMES = 2, 3, 5, 7, 11, 13
+_DIFFERENCES = operator.sub, operator.isub, torch.sub, torch.subtract, "sub", "sub_", "subtract"
 _DIVISIONS = operator.truediv, operator.itruediv, torch.div, "div", "div_"
 
 
 def _add(builder: Builder, call: Call) -> str:
-    is_constant = [isinstance(x, Tensor) for x in call.args]
-    if len(call.args) != 2 or len(call.nodes) + sum(is_constant) != 2 or call.kwargs:
+    """Add a sum or a difference: of two values, or of a value and a constant tensor or a number."""
+    others = [x for x in call.args if isinstance(x, Tensor | int | float)]
+    if len(call.args) != 2 or len(call.nodes) + len(others) != 2 or call.kwargs:
         raise call.refusal()
-    is_in_place = call.node.target in (operator.iadd, "add_")
+    is_in_place = call.node.target in (operator.iadd, operator.isub, "add_", "sub_")
     if is_in_place and not isinstance(call.args[0], fx.Node):
         raise call.refusal(": a constant must stay as it is: write h + constant")
-    shape = builder.shape(call.codes(call.nodes[0]))
-    sources = tuple(
-        call.constant(x, shape) if isinstance(x, Tensor) else call.codes(x) for x in call.args
-    )
-    shapes = {builder.shape(name) for name in sources}
-    if len(shapes) > 1:
-        raise call.refusal(f": both must have one shape, got {' and '.join(map(str, shapes))}")
-    result = builder.add(Add(call.name, sources))
+    has_number = any(isinstance(x, int | float) for x in others)
+    result = (_shifted if has_number else _summed)(builder, call)
     if is_in_place:
         builder.memory.write(call.node, call.args[0], result)
     else:
         builder.memory.new(call.node, result)
     return result
+
+
+def _signs(call: Call) -> tuple[int, int]:
+    return (1, -1) if call.node.target in _DIFFERENCES else (1, 1)
+
+
+def _summed(builder: Builder, call: Call) -> str:
+    """Add a sum of two values, or of a value and a constant tensor."""
+    shape = builder.shape(call.codes(call.nodes[0]))
+    sources: list[str] = []
+    for x, sign in zip(call.args, _signs(call), strict=True):
+        if isinstance(x, Tensor):
+            sources.append(call.constant(x.double() * sign, shape))
+        elif sign > 0:
+            sources.append(call.codes(x))
+        else:
+            name = builder.unused(f"{call.name}.negative")
+            sources.append(_moved_by(builder, name, call.codes(x), -1, 0))
+            builder.whole = _difference(call, shape)
+    shapes = {builder.shape(name) for name in sources}
+    if len(shapes) > 1:
+        raise call.refusal(f": both must have one shape, got {' and '.join(map(str, shapes))}")
+    return builder.add(Add(call.name, (sources[0], sources[1])))
+
+
+def _difference(call: Call, shape: tuple[int, ...]) -> Whole:
+    """Return what a difference is, and how large its terms are, for float64."""
+
+    def whole(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        first, *others = inputs
+        if not others:
+            others, first = [first], call.of_sample(call.args[0], shape).to(first.device)
+        return first - others[0], first.abs() + others[0].abs()
+
+    return whole
+
+
+def _shifted(builder: Builder, call: Call) -> str:
+    """Add a sum of a value and a number; the value itself where the number is 0, as in ``sum(values)``."""
+    signs = dict(zip(map(_is_number, call.args), _signs(call), strict=True))
+    (number,) = (x * signs[True] for x in call.args if _is_number(x))
+    sign, node = signs[False], call.nodes[0]
+    if not math.isfinite(number):
+        raise call.refusal(": a number must be finite")
+    if sign > 0 and number == 0:
+        return call.value(node)
+    builder.whole = lambda inputs: (inputs[0] * sign + number, inputs[0].abs() + abs(number))
+    return _moved_by(builder, call.name, call.codes(node), sign, number)
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float)
+
+
+def _moved_by(builder: Builder, name: str, source: str, sign: int, number: float) -> str:
+    """Add ``sign * source + number``: exactly if ``scale_wl`` bits hold the number, else with as many."""
+    ones = torch.ones(builder.values[source].channel_count, dtype=torch.float64)
+    offset = ones * number
+    fmt = exact_format(offset)
+    if fmt is None or fmt.wl > builder.scale_wl:
+        codes, fmt = nearest(offset, builder.scale_wl)
+    else:
+        codes = (offset * fmt.scale).to(torch.int64)
+    scale = (ones * sign).to(torch.int64)
+    return builder.add(Affine(name, (source,), scale, FixedPoint(2, 0), codes, fmt))
 
 
 def _mul(builder: Builder, call: Call) -> str:
@@ -390,6 +451,7 @@ def _mean(builder: Builder, call: Call) -> str:
 
 _HANDLERS: list[tuple[Sequence[object], Callable[[Builder, Call], str]]] = [
     ((operator.add, operator.iadd, torch.add, "add", "add_"), _add),
+    (_DIFFERENCES, _add),
     ((operator.mul, operator.imul, torch.mul, "mul", "mul_"), _mul),
     ((operator.truediv, operator.itruediv, torch.div, "div", "div_"), _divided),
     ((operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm"), _matmul),

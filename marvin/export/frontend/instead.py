@@ -40,9 +40,9 @@ _LAYERS: dict[type[nn.Module], str] = {
     nn.GLU: _GATE,
 }
 _CALLS = {
-    "sub": "write a + b * -1 for two values; take constants off in a bias, or before the network",
-    "rsub": "write b + a * -1 for two values; put constants in a bias",
-    "add": "values and constant tensors can be added; put a number in a bias",
+    "sub": "two values, or a value and a number or constant, can be subtracted; for alpha=, write a - b * alpha",
+    "rsub": "write b - a",
+    "add": "two values, or a value and a number or constant, can be added; for alpha=, write a + b * alpha",
     "neg": "write x * -1",
     "abs": "write torch.relu(x) + torch.relu(x * -1)",
     "pow": "write x * x",

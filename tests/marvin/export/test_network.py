@@ -119,6 +119,55 @@ def test_functions_and_methods_are_those_of_modules(make):
     assert sum(isinstance(op, Conv) for op in network.operations) == 3
 
 
+def _in_place(y, _buffer):
+    z = y * 2
+    z -= y
+    z += 0.5
+    z -= 3
+    return z
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        lambda y, _: sum([y, y]),
+        lambda y, _: sum([F.max_pool2d(y, 2)]),
+        lambda y, _: y + 3,
+        lambda y, _: y - 0.1,
+        lambda y, _: 1 - y,
+        lambda y, _: 0 - y,
+        lambda y, buffer: y - buffer,
+        lambda y, buffer: buffer - y,
+        lambda y, _: y - y.relu(),
+        lambda y, _: torch.sub(y.flatten(2), 1.5),
+        _in_place,
+    ],
+)
+def test_numbers_are_added_and_values_taken_off(behind):
+    class Behind(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(1, 2, 3, bias=False)
+            self.register_buffer("buffer", torch.tensor([0.3, -1.75]).view(1, 2, 1, 1))
+
+        def forward(self, x):
+            return behind(self.conv(x), self.buffer)
+
+    torch.manual_seed(0)
+    x = torch.randn(5, 1, 6, 6)
+    model = marvin.calibrate(Behind().eval(), [x])
+    network = describe(model, x)
+    want = outputs(model, x).double()
+    torch.testing.assert_close(integer.run(network, x), want, rtol=0, atol=2**-14)  # 0.1 in 16 bits
+
+
+@pytest.mark.parametrize("behind", [lambda y: sum([y, y]), lambda y: sum([F.avg_pool2d(y, 2)])])
+def test_a_sum_that_begins_with_0_adds_nothing(behind):
+    x = torch.randn(5, 1, 6, 6)
+    network = describe(marvin.calibrate(Call(lambda m, y: behind(y)).eval(), [x]), x)
+    assert not any(isinstance(op, Affine) for op in network.operations)
+
+
 def test_formats_differ_between_layers(plain):
     model, _, x = plain()
     optimizer = marvin.MSGD(
@@ -280,8 +329,9 @@ def tied(layer):
             lambda: Call(lambda m, y: y * torch.arange(16.0).view(4, 4)),
             "numbers must be one a channel",
         ),
-        (lambda: Call(lambda m, y: y - 2), r"sub: sub\(conv, 2\) cannot be exported"),
-        (lambda: Call(lambda m, y: y + 1), r"add: add\(conv, 1\) cannot be exported"),
+        (lambda: Call(lambda m, y: torch.sub(y, y, alpha=2)), r"for alpha=, write a - b \* alpha"),
+        (lambda: Call(lambda m, y: torch.add(y, y, alpha=2)), r"for alpha=, write a \+ b \* alpha"),
+        (lambda: Call(lambda m, y: y + float("inf")), r"add\(conv, inf\) .* must be finite"),
         (lambda: Call(lambda m, y: torch.cat([y, y])), "cat: cat.* must leave the batch alone"),
         (lambda: Bare(lambda m, y: (y, None)), "must give tensors, or tuples.* got output1=None"),
         (lambda: Bare(lambda m, y: y + y[:, :1]), r"must have one shape, got \(2, 4, 4\) and \(1,"),
@@ -300,7 +350,10 @@ def tied(layer):
             "2: LSTM cannot be exported: use Conv1d or attention",
         ),
         (tied(nn.Upsample(scale_factor=2)), "Upsample cannot be exported: repeat columns by torch"),
-        (lambda: Bare(lambda m, y: y, lambda x: x - 1), r"sub\(x, 1\) .* or before the network"),
+        (
+            lambda: Bare(lambda m, y: y, lambda x: x - 1),
+            "sub takes the network's input .* to the samples",
+        ),
         (
             lambda: Bare(lambda m, y: y, lambda x: x + x),
             "add takes the network's input .* to the samples.* let a convolution of one pixel come before",
