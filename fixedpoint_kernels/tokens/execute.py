@@ -15,7 +15,7 @@ from fixedpoint_kernels.memory import are_float32, is_float32
 from fixedpoint_kernels.scratch import Scratch
 from fixedpoint_kernels.tokens import cpu
 from fixedpoint_kernels.tokens.graph import Linear, Norm, Operation, Rotary
-from fixedpoint_kernels.tokens.program import Program
+from fixedpoint_kernels.tokens.program import Packing, Program
 from fixedpoint_kernels.tokens.reference import Parameters
 from fixedpoint_kernels.tokens.rows import Pass
 
@@ -60,7 +60,7 @@ def forward(
         moved = program.move(parameters)
         if moved or stamp is None or stamp is not program.stamp:
             program.stamp = None
-            _pack(program, given, work)
+            _pack(program, program.pack, given, work)
             program.stamp = stamp
         _run(program, program.forward, kept, given, work)
         if counts is not None:
@@ -68,9 +68,8 @@ def forward(
     return [*outputs.values()], kept
 
 
-def _pack(program: Program, given: GivenNumbers, work: int) -> None:
-    """Lay out the weights."""
-    own = program.pack
+def _pack(program: Program, own: Packing, given: GivenNumbers, work: int) -> None:
+    """Lay out the weights for one direction."""
     own.tasks[:, fields.WEIGHTS] = [given["first"][i] for i in own.layers]
     weights.pack_weights(program.threads > 1)(
         own.tasks, own.reals, own.items, work, own.spare_bytes, program.threads
@@ -110,7 +109,7 @@ def backward(
     with program.memory.lock, Scratch(program.work_bytes) as (_, work):
         if program.move(parameters):  # another call had other formats by channel
             program.stamp = None
-            _pack(program, given, work)
+        _pack(program, program.pack_turned, given, work)  # other calls may have had other weights
         _run(program, program.backward, kept, given, work)
         found_weights = _weights(program, kept, work)
         sums = torch.from_numpy(program.partial.sum(0, dtype=np.float64).astype(np.float32))

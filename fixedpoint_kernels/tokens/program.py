@@ -43,14 +43,14 @@ from fixedpoint_kernels.tokens.graph import (
 from fixedpoint_kernels.tokens.reference import Parameters
 from fixedpoint_kernels.tokens.rows import SPARE_ROWS, Given, Kept, Local, Number, Rows
 
-__all__ = ["Program"]
+__all__ = ["Packing", "Program"]
 
 _CACHE = 2**18  # bytes of values that a thread works on at a time
 _PIECE = 1024  # rows that are laid out at once for gradients of weights
 
 
-class _Packing(NamedTuple):
-    """What lays out weights, see ``fused.weights``, and the layer of each task."""
+class Packing(NamedTuple):
+    """What lays out weights for one direction, see ``fused.weights``, and the layer of each task."""
 
     tasks: np.ndarray
     reals: np.ndarray
@@ -74,7 +74,9 @@ class Program:
         memory: Shared with programs that never run at the same time; default: one of its own.
 
     Attributes:
-        stamp: Of the weights that are laid out; None: of those of one call.
+        pack: Lays out weights for forward.
+        pack_turned: Lays them out for backward, where a gradient goes on.
+        stamp: Of the weights that are laid out for forward; None: of those of one call.
         held_bytes: Of the arrays that it has while it does not run.
     """
 
@@ -493,34 +495,32 @@ class Program:
             own = self.scales[i], self.grad_codes[i], self.lsbs.ctypes.data + 4 * k
             self.layers[k, [f.SCALES, f.GRAD_CODES, f.LSB]] = own
             self.layers[k, f.LIES] = 2 if op.is_turned else 0
-        self.pack = self._packing(linear)
+        turned = [(i, op) for i, op in linear if self._needs_gradient(op.source)]
+        self.pack, self.pack_turned = self._packing(linear, False), self._packing(turned, True)
         self._share_weights(linear)
 
-    def _packing(self, linear: Sequence[tuple[int, Linear]]) -> _Packing:
-        """Describe what lays out weights, as they are and, where a gradient goes on, turned."""
-        first, tasks, reals, layers = self._hold([0], np.int64), [], [], []
+    def _packing(self, linear: Sequence[tuple[int, Linear]], is_turned: bool) -> Packing:
+        """Describe what lays out weights, as they are or turned."""
+        first, tasks, reals = self._hold([0], np.int64), [], []
+        start = 2 * is_turned
         for i, op in linear:
-            packed, begin, turned, turned_begin, *depths = self.packed[i]
-            places = [(packed, begin), (turned, turned_begin)]
             outer, inner = reversed(op.shape) if op.is_turned else op.shape
-            for is_turned in range(1 + self._needs_gradient(op.source)):
-                d = np.zeros(w.COUNT, np.int64)
-                d[[w.W_OUTPUTS, w.W_INPUTS]] = outer, inner
-                d[[w.W_TAPS, w.W_PART_TAPS, w.W_GROUPS, w.W_STEP_C, w.W_STEP_T]] = 1
-                d[[w.W_STEP_O, w.W_DEPTH]] = inner, depths[is_turned]
-                d[[w.W_NUMBERS, w.W_OFFSETS]] = first
-                d[[w.W_PACKED, w.BEGIN]] = places[is_turned]
-                d[w.W_SCALES] = self.powers[i].of_weights
-                d[w.W_IS_TURNED] = is_turned != op.is_turned
-                d[w.W_FLIPS] = self._flips if is_turned else self._is_flipped(op)
-                tasks.append(d)
-                reals.append((op.weight.scale, op.weight.min_code, op.weight.max_code, 0))
-                layers.append(i)
+            d = np.zeros(w.COUNT, np.int64)
+            d[[w.W_OUTPUTS, w.W_INPUTS]] = outer, inner
+            d[[w.W_TAPS, w.W_PART_TAPS, w.W_GROUPS, w.W_STEP_C, w.W_STEP_T]] = 1
+            d[[w.W_STEP_O, w.W_DEPTH]] = inner, self.packed[i][4 + is_turned]
+            d[[w.W_NUMBERS, w.W_OFFSETS]] = first
+            d[[w.W_PACKED, w.BEGIN]] = self.packed[i][start : start + 2]
+            d[w.W_SCALES] = self.powers[i].of_weights
+            d[w.W_IS_TURNED] = is_turned != op.is_turned
+            d[w.W_FLIPS] = self._flips if is_turned else self._is_flipped(op)
+            tasks.append(d)
+            reals.append((op.weight.scale, op.weight.min_code, op.weight.max_code, 0))
         table = np.array(tasks, np.int64).reshape(-1, w.COUNT)
         size = max((spare_bytes((*op.shape, 1, 1)) for _, op in linear), default=64)
         size = -(size // -64) * 64
         found = np.array(reals, np.float32).reshape(-1, 4)
-        return _Packing(table, found, packing_items(table), layers, size)
+        return Packing(table, found, packing_items(table), [i for i, _ in linear], size)
 
     def _share_weights(self, linear: Sequence[tuple[int, Linear]]) -> None:
         """Cut gradients of weights into tasks, and give each thread as many products."""

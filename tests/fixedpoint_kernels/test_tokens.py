@@ -482,6 +482,28 @@ def test_two_passes_of_other_formats_before_their_backward():
         close(execute.backward(made, memory, own, [grad])[0][0], dx, 3e-2)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_two_passes_of_other_weights_before_their_backward(in_place):
+    """As with ``functional_call``, or with values that are swapped through ``.data``, which nothing counts."""
+    segment = block()
+    made, xs, grad = program(segment, 4, 8), inputs(segment, 4, 8), torch.randn(4, 8, 32)
+    own, other = (parameters(segment, seed) for seed in range(2))
+    _, memory = execute.forward(made, xs, own)
+    (wanted,), _ = execute.backward(made, memory, own, [grad])
+    _, memory = execute.forward(made, xs, own)
+    if in_place:
+        before = [each.first.clone() for each in own if each.first is not None]
+        for each in own:
+            if each.first is not None:
+                each.first.neg_()
+        execute.forward(made, xs, own)
+        for each, value in zip((e for e in own if e.first is not None), before, strict=True):
+            each.first.copy_(value)
+    else:
+        execute.forward(made, xs, other)
+    assert torch.equal(execute.backward(made, memory, own, [grad])[0][0], wanted)
+
+
 @pytest.mark.parametrize("offset", [0, 16])
 def test_what_is_kept_may_be_moved(offset):
     """Hooks on saved tensors give back copies, which lie as they like."""

@@ -218,6 +218,28 @@ def test_one_layer_may_be_called_twice():
         same(a, b)
 
 
+@pytest.mark.parametrize("way", ["functional_call", "data"])
+def test_weights_of_a_call_between_are_not_those_of_its_gradient(way):
+    model, _ = twins(nn.Linear(32, 48))
+    x, dy = batch((5, 32)), torch.randn(5, 48)
+    wanted = grads(model, x, dy)
+    state = state_of(model)
+    assert state is not None
+    state.gradients = 0
+    y, own = model(x), {name: p.detach().clone() for name, p in model.named_parameters()}
+    if way == "data":  # as means of weights are swapped in: torch counts no such write
+        for p in model.parameters():
+            p.data.copy_(-p.data)
+        model(x)
+        for name, p in model.named_parameters():
+            p.data.copy_(own[name])
+    else:
+        others = {name: (-p).requires_grad_() for name, p in own.items()}
+        torch.func.functional_call(model, others, (x,))
+    assert runs_alone(y)
+    same((y, *torch.autograd.grad(y, [x, *model.parameters()], dy)), wanted)
+
+
 def test_a_gradient_that_is_not_finite_is_seen():
     model, _ = twins(nn.Linear(32, 48))
     x, dy = batch((5, 32)), torch.ones(5, 48)

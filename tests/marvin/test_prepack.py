@@ -443,7 +443,8 @@ def test_inference_lays_out_weights_one_way():
         program.Program(segment, 2, 1, products.path().name, 1, *needs)
         for needs in (((), ()), ((False,), (True, True)))
     ]
-    assert [len(own.pack.tasks) for own in made] == [2, 3]
+    assert [len(own.pack.tasks) for own in made] == [2, 2]
+    assert [len(own.pack_turned.tasks) for own in made] == [0, 1]
     xs, own = [torch.randn(2, 32)], [tokens.Parameters(torch.randn(32, 32), None, (0, 0))] * 2
     (ys, _), (expected, _) = (execute.forward(each, xs, own) for each in made)
     torch.testing.assert_close(ys, expected, rtol=0, atol=0)

@@ -390,6 +390,28 @@ def test_dropout_draws_from_torchs_generator_where_there_is_any():
         assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_one_backward_pass_of_two_sets_of_weights_is_two_of_one_each():
+    """As over the tasks of first-order MAML."""
+    model, _ = make()
+    state, x = state_of(model), batch(0)[0]
+    assert state is not None
+    found = []
+    for is_one in (False, True):
+        state.gradients, losses = 0, []
+        sets = [{n: f * p.detach() for n, p in model.named_parameters()} for f in (1.0, -0.5)]
+        for own in sets:
+            tensors = {name: p.requires_grad_() for name, p in own.items()}
+            y = torch.func.functional_call(model, tensors, (x,))
+            assert operations(y)
+            losses.append(y.square().sum())
+            if not is_one:
+                losses.pop().backward()
+        if is_one:
+            sum(losses).backward()
+        found.append([p.grad for own in sets for p in own.values()])
+    same(*found)
+
+
 def test_activation_checkpointing_drops_the_same():
     model, _, _ = twins(Chance())
     x, y = batch(0)
