@@ -20,7 +20,7 @@ from marvin.attention import Attention, Encoder, EncoderLayer
 from marvin.channels import ChannelFormat
 from marvin.compiled import is_traced
 from marvin.conversion import prepare
-from marvin.hooks import Unscripted, give_place, rounders_of, take_place
+from marvin.hooks import Saving, Unscripted, give_place, rounders_of, take_place
 from marvin.layers import computed_weights
 from marvin.model_formats import ModuleFormats, decode_formats
 from marvin.nested import mapped, mapped_output
@@ -139,7 +139,7 @@ def saved_classes() -> list[type]:
     """Return the classes that ``torch.save`` of a frozen model writes, besides its modules'."""
     formats = ModuleFormats, FixedPoint, BlockFloat, ChannelFormat
     spelled = Attention, Encoder, EncoderLayer
-    return [hook_wrapper(), _Inputs, _Outputs, _Loading, *formats, *spelled]
+    return [hook_wrapper(), _Inputs, _Outputs, _Loading, Saving, *formats, *spelled]
 
 
 class FrozenRounding(Unscripted):

@@ -15,12 +15,14 @@ from fixedpoint_kernels._torch_private.modules import (
     keep_when_copied,
     put_before,
     remove_hooks,
+    saves_by_itself,
 )
 from fixedpoint_kernels.watch import KEPT, has_own_forward
 from marvin.model_formats import decode_formats
 from marvin.rounder import BUFFER, ForwardState, Rounder
 
 __all__ = [
+    "Saving",
     "Unscripted",
     "detach",
     "give_place",
@@ -91,6 +93,13 @@ class _Loading(_Hook):
             errors.append(str(error))
 
 
+class Saving(Unscripted):
+    """Puts a module's formats into its state where code of its class left them out, as torch_geometric's ``Linear`` does."""
+
+    def __call__(self, module: nn.Module, state: StateDict, prefix: str, *_: object) -> None:
+        state.setdefault(prefix + BUFFER, getattr(module, BUFFER).detach())
+
+
 def hook(module: nn.Module, rounder: Rounder) -> None:
     """Let a module round by its formats, and save and load them with its state."""
     _keep_out_of_compilation()
@@ -99,6 +108,8 @@ def hook(module: nn.Module, rounder: Rounder) -> None:
     module.register_forward_pre_hook(_Inputs(rounder), with_kwargs=True)
     module.register_forward_hook(_Outputs(rounder))
     module.register_load_state_dict_pre_hook(_Loading(rounder))
+    if saves_by_itself(module) and not hooks_of(module, Saving):
+        module.register_state_dict_post_hook(Saving())
     keep_apart(module, Unscripted)
 
 
@@ -119,7 +130,8 @@ def take_place(module: nn.Module, kind: type) -> None:
 
 def detach(module: nn.Module) -> None:
     """Take hooks and formats from one module, if it has some."""
-    remove_hooks(module, _Hook)
+    for kind in (_Hook, Saving):
+        remove_hooks(module, kind)
     if BUFFER in dict(module.named_buffers(recurse=False)):
         delattr(module, BUFFER)
     keep_apart(module, Unscripted)

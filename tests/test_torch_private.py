@@ -46,6 +46,7 @@ OWNERS = [  # who must have which private names
     (MODULE, "_forward_hooks_always_called _forward_hooks_with_kwargs _forward_pre_hooks"),
     (MODULE, "_forward_pre_hooks_with_kwargs _load_state_dict_pre_hooks _modules _parameters"),
     (MODULE, "_load_state_dict_post_hooks _state_dict_hooks _state_dict_pre_hooks"),
+    (MODULE, "_save_to_state_dict"),
     (MODULE, "_call_impl _compiled_call_impl _reversed_padding_repeated_twice"),
     (torch, "_dynamo"),
     (torch.compile(MODULE), "_orig_mod"),

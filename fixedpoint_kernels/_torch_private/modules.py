@@ -45,6 +45,7 @@ __all__ = [
     "parameter_tables",
     "put_before",
     "remove_hooks",
+    "saves_by_itself",
     "settings_of",
     "table_of",
     "tensor_of",
@@ -68,7 +69,7 @@ mode_and_hooks = itemgetter(
 )
 """Return, of ``vars(module)``, whether it trains, and its hooks around ``forward`` and on gradients."""
 
-_OURS = "_forward_pre_hooks", "_forward_hooks", "_load_state_dict_pre_hooks"
+_OURS = "_forward_pre_hooks", "_forward_hooks", "_load_state_dict_pre_hooks", "_state_dict_hooks"
 
 
 def hooks_of(module: nn.Module, kind: type) -> list[Any]:
@@ -119,6 +120,11 @@ def keep_apart(module: nn.Module, kind: type) -> None:
     old, new = (dict, OrderedDict) if hooks_of(module, kind) else (OrderedDict, dict)
     if type(module._parameters) is old:
         vars(module)["_parameters"] = new(module._parameters)
+
+
+def saves_by_itself(module: nn.Module) -> bool:
+    """Say whether a class has code of its own for what is in a module's state: it may leave out buffers."""
+    return type(module)._save_to_state_dict is not nn.Module._save_to_state_dict
 
 
 def remove_hooks(module: nn.Module, kind: type) -> None:

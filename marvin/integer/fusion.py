@@ -233,6 +233,9 @@ class _Mode:
                 given.same,
             )
         self._known: tuple[Traced | str, Seen | None] | None = None
+        self._floats: list[
+            nn.Module
+        ] = []  # modules of others that did not round when tracing failed
         self._runs: dict[frozenset[str], GraphCode] = {}  # by what is left out of chains
         self._lock = RLock()  # threads may come at once
 
@@ -298,9 +301,10 @@ class _Mode:
 
     def _trace(self) -> tuple[Traced | str, Seen | None]:
         known = self._known
-        if known is None:
+        if known is None or any(map(rounds_inputs, self._floats)):  # those are no more looked into
             traced = self._traced()
             seen = None if isinstance(traced, str) else Seen(self.module, traced)
+            self._floats = _floats_of(self.module) if seen is None else []
             self._known = known = traced, seen
         return known
 
@@ -310,6 +314,12 @@ class _Mode:
 
 def _trains(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters())
+
+
+def _floats_of(module: nn.Module) -> list[nn.Module]:
+    """Return the modules within one whose code is traced as long as they have no format of inputs."""
+    own = (part for part in module.modules() if part is not module and rounders_of(part))
+    return [part for part in own if stock_class(part) is None and not rounds_inputs(part)]
 
 
 def fuse(model: nn.Module) -> None:

@@ -287,6 +287,8 @@ def trace(
         if infers:
             return "its forward does other things at each call, or asks whether gradients or inference mode are on"
         return "its forward does other things at each call"
+    if name := _may_be_none(module, graph):
+        return f"it computes with more than the first value that {name} returns: others may be None"
     drop_assertions(graph)
     let_attention_scale(graph)
     let_windows_be_whole(graph)
@@ -334,6 +336,36 @@ def _hidden(module: nn.Module, reads: Sequence[Reads]) -> str:
             if is_read and not is_all_noted(vars(own)[key]):
                 return f"{name}.{key}".lstrip(".")
     return ""
+
+
+def _may_be_none(module: nn.Module, graph: fx.Graph) -> str:
+    """Name a module that is called as a whole and whose second value, or a later one, is computed with; "": there is none.
+
+    It may be None: code that asks "is None" was answered for a value.
+    """
+    places = {n: (n, 0) for n in graph.nodes if n.op == "call_module" and not _is_torchs(n, module)}
+    for node in graph.nodes:
+        if node.target is not operator.getitem or node.args[0] not in places:
+            continue
+        (call, first), item = places[node.args[0]], node.args[1]
+        if isinstance(item, slice):
+            places[node] = call, first + (item.start or 0)
+        elif isinstance(item, int) and first + item and any(map(_computes, node.users)):
+            return str(call.target)
+    return ""
+
+
+def _is_torchs(node: fx.Node, module: nn.Module) -> bool:
+    """Say whether a node calls a module of torch's, or one that we know: they return tensors, but for attention."""
+    own = module.get_submodule(str(node.target))
+    is_ours = stock_class(own) is not None or is_known(own)
+    is_torchs = type(own).__module__.startswith("torch.nn.")
+    return is_ours or (is_torchs and not isinstance(own, nn.MultiheadAttention))
+
+
+def _computes(node: fx.Node) -> bool:
+    """Say whether a node does more than to hand on what it takes."""
+    return node.op != "output" and not isinstance(node.target, type)
 
 
 def _chains(

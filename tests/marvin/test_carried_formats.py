@@ -134,6 +134,34 @@ def test_a_state_loads_into_a_prepared_model_and_not_into_a_float_one(policy):
     same(outputs(prepared), outputs(net(2)))
 
 
+class Own(nn.Linear):
+    """Says itself what is in its state, as torch_geometric's ``Linear`` does."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "weight"] = self.weight if keep_vars else self.weight.detach()
+        destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach()
+
+
+@pytest.mark.parametrize("change", [lambda own: own, copy.deepcopy, marvin.freeze])
+def test_a_layer_that_says_what_is_in_its_state_saves_its_formats_too(change):
+    def own_net(seed):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Flatten(), Own(108, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    model, prepared = own_net(0), own_net(1)
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.05)
+    optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(weights=6, activations=5))
+    handle = marvin.quantize_activations(model, optimizer)
+    train(model, optimizer, 2)
+    marvin.prepare(prepared)
+    prepared.load_state_dict(change(model).state_dict())
+    same(outputs(prepared), outputs(model))
+    marvin.prepare(prepared)
+    assert list(prepared.state_dict()) == list(model.state_dict())
+    handle.remove()
+    assert not [name for name in model.state_dict() if BUFFER in name]
+
+
 def test_a_float_state_loads_and_formats_stay():
     model, _ = make()
     model.load_state_dict(net(3).state_dict())

@@ -434,6 +434,41 @@ def test_resume_changes_no_bit(policy):
         same(a, b)
 
 
+class Routed(nn.Module):
+    """Has a weight of its own, and code that branches on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16, 16))
+
+    def forward(self, x):
+        y = x @ self.weight
+        return y if bool((y >= y.min()).all()) else x
+
+
+def test_resume_changes_no_bit_where_a_trace_needs_formats():
+    """Before a module rounds, its code is looked into: what cannot be traced then can be afterwards."""
+
+    class Model(Features):
+        def __init__(self):
+            super().__init__()
+            self.routed, self.fc = Routed(), nn.Linear(16, 4)
+
+        def forward(self, x):
+            return self.fc(self.routed(super().forward(x)))
+
+    model, optimizer = make(model=Model(), steps=0)
+    train(model, optimizer, 3)
+    assert is_fused(model)
+    load = saved(model, optimizer)
+    expected = train(model, optimizer, 3, 3)
+    other, its_optimizer = make(seed=5, model=Model(), steps=0)
+    load(other, its_optimizer)
+    assert train(other, its_optimizer, 3, 3) == expected
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        same(a, b)
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_copies_train_on_by_themselves(copied):
     pair = make()

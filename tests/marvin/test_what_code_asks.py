@@ -46,6 +46,46 @@ def prepared(model, first=lambda y: y):
     return model, twin
 
 
+class Halves(nn.Module):
+    """Returns its input times a parameter of its own, and None or the input."""
+
+    def __init__(self, *, has_more=False):
+        super().__init__()
+        self.weight, self.has_more = nn.Parameter(torch.ones(4, 1, 1, 1)), has_more
+
+    def forward(self, x):
+        return x * self.weight.view(4, 1, 1), x if self.has_more else None
+
+
+class Taking(nn.Module):
+    """Adds what ``halves`` returns."""
+
+    def __init__(self, count, *, has_more):
+        super().__init__()
+        self.halves, self.count = Halves(has_more=has_more), count
+
+    def forward(self, x):
+        found = self.halves(x)
+        first, second = found if self.count is None else found[: self.count]
+        return first if second is None else first + second
+
+
+@pytest.mark.parametrize("has_more", [False, True])
+@pytest.mark.parametrize("count", [None, 2])
+def test_none_beside_a_value_is_none(count, has_more):
+    model, twin = prepared(Asking(Taking(count, has_more=has_more)))
+    reason = trace(model)
+    assert isinstance(reason, str) and "that rest.halves returns: others may be None" in reason
+    x, _ = batch(0)
+    for _ in range(2):
+        same(model(x), twin(x))
+
+
+def test_the_first_value_of_several_may_be_computed_with():
+    model, _ = prepared(Asking(Halves()), lambda y: y[0])
+    assert not isinstance(trace(model), str)
+
+
 @dataclasses.dataclass
 class Divided:
     logits: Tensor
