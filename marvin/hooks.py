@@ -97,6 +97,7 @@ class Saving(Unscripted):
     """Puts a module's formats into its state where code of its class left them out, as torch_geometric's ``Linear`` does."""
 
     def __call__(self, module: nn.Module, state: StateDict, prefix: str, *_: object) -> None:
+        """Put them there."""
         state.setdefault(prefix + BUFFER, getattr(module, BUFFER).detach())
 
 

@@ -287,8 +287,6 @@ def trace(
         if infers:
             return "its forward does other things at each call, or asks whether gradients or inference mode are on"
         return "its forward does other things at each call"
-    if name := _may_be_none(module, graph):
-        return f"it computes with more than the first value that {name} returns: others may be None"
     drop_assertions(graph)
     let_attention_scale(graph)
     let_windows_be_whole(graph)
@@ -319,11 +317,13 @@ def _mode(*, is_inference: bool, goes_back: bool) -> Iterator[None]:
 def _why_not(
     module: nn.Module, tracers: Sequence[Tracer], changed: Sequence[str], reads: Sequence[Reads]
 ) -> str:
-    """Say what else a module's code did that no graph does, but for what it draws and changes; "": nothing."""
+    """Say what else a module's code did that no graph does, or may not do, but for what it draws and changes; "": nothing."""
     if any(own.are_kept() for own in tracers):
         return "its forward keeps values elsewhere, outside of its attributes"
     if name := _hidden(module, reads):
         return f"its forward reads {name}, of which not all that may change can be seen"
+    if name := _may_be_none(module, tracers[0].graph):
+        return f"it computes with more than the first value that {name} returns: others may be None"
     others = [name for name in changed if not _counts_batches(module, name)]
     return f"its forward changes a buffer or another tensor, {others[0]}" if others else ""
 

@@ -75,7 +75,8 @@ class Taking(nn.Module):
 def test_none_beside_a_value_is_none(count, has_more):
     model, twin = prepared(Asking(Taking(count, has_more=has_more)))
     reason = trace(model)
-    assert isinstance(reason, str) and "that rest.halves returns: others may be None" in reason
+    assert isinstance(reason, str)
+    assert "that rest.halves returns: others may be None" in reason
     x, _ = batch(0)
     for _ in range(2):
         same(model(x), twin(x))
