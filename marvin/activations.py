@@ -1,6 +1,6 @@
 """Quantised activations: what a user holds of a model whose modules round what they see."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import fill
 from typing import TYPE_CHECKING
@@ -39,11 +39,10 @@ class Report:
         return str(self)
 
     def __str__(self) -> str:
-        names = ", ".join(name or "the model itself" for name in self.rounded)
-        lines = [f"{self._count} activations: {names}"]
+        lines = [f"{self._count} activations: {_listed(self.rounded)}"]
         for reason in dict.fromkeys(self.left.values()):
             names = [name for name, own in self.left.items() if own == reason]
-            lines.append(f"not {', '.join(names)}: {reason}")
+            lines.append(f"not {_listed(names)}: {reason}")
         return "\n".join(fill(line, 100, subsequent_indent="    ") for line in lines)
 
     @property
@@ -67,6 +66,10 @@ class Report:
         rows += [(name, [("float", False), (self.left[name], False)]) for name in others]
         title = f"{self._count} activations"
         return draw_cells(title, ("activations", ""), rows)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(name or "the model itself" for name in names)
 
 
 @dataclass(frozen=True)
