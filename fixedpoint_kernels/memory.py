@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fixedpoint_kernels._torch_private.modes import is_wrapped
+from fixedpoint_kernels._torch_private.modes import is_fake, is_wrapped
 
 __all__ = [
     "Places",
@@ -25,6 +25,7 @@ __all__ = [
     "check_apart",
     "check_memory",
     "in_memory",
+    "is_exported",
     "is_float32",
     "joined",
     "places_of",
@@ -47,6 +48,11 @@ class Places(NamedTuple):
     itemsize: int
 
 
+def is_exported() -> bool:
+    """Say whether ``torch.export`` or ``torch.jit`` makes a program of operators: it sees nothing of kernels."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
 def in_memory(x: Tensor, name: str = "x") -> Tensor:
     """Return ``x`` as its address gives it: a negation that waits (``z.conj().imag``) is done.
 
@@ -66,16 +72,16 @@ def check_memory(x: Tensor, name: str = "x") -> None:
         TypeError: ``x`` is no tensor; it is sparse, nested, fake, functional, inside
             ``torch.func``, or of a subclass with operators of its own.
         ValueError: The storage of ``x`` was freed, or is too small.
+        RuntimeError: ``torch.jit`` traces: its program would have memory that nobody wrote.
     """
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            f"{name} must be given to a kernel outside of torch.jit.trace and torch.onnx.export(dynamo="
+            "False): they see operators alone, and their program would have memory that nobody wrote"
+        )
     if _is_plain(x):
         return
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if _DISPATCH(type(x)) is not _DISPATCH(Tensor):
-        raise TypeError(
-            f"{name} must be a tensor that lies in memory, got a {type(x).__name__}, which only "
-            "its own operators can read: give the tensor that it holds"
-        )
+    _check_kind(x, name)
     if not (x.is_cpu or x.is_cuda):
         return
     if x.layout is not torch.strided or x.is_nested:
@@ -96,6 +102,22 @@ def check_memory(x: Tensor, name: str = "x") -> None:
         raise TypeError(
             f"{name} must be a tensor that lies in memory, got one without an address (a "
             "functional tensor, or a zero of forward-mode differentiation): add 0 to it"
+        )
+
+
+def _check_kind(x: object, name: str) -> None:
+    """Refuse what is no tensor of memory whatever its address says."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if is_fake(x):
+        raise TypeError(
+            f"{name} must be a tensor that lies in memory, got a FakeTensor, which has no values, as in "
+            "torch.export: call it outside, or give the tensor that was there before"
+        )
+    if _DISPATCH(type(x)) is not _DISPATCH(Tensor):
+        raise TypeError(
+            f"{name} must be a tensor that lies in memory, got a {type(x).__name__}, which only "
+            "its own operators can read: give the tensor that it holds"
         )
 
 
@@ -227,6 +249,8 @@ def check_apart(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
     Raises:
         RuntimeError: Memory is shared.
     """
+    if torch.compiler.is_exporting():  # nothing has an address
+        return
     for y in ys:
         if not (y.is_contiguous() or _is_spread(y)) and _bytes_of([y]) < y.nbytes:
             raise RuntimeError(

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from fixedpoint_kernels._torch_private.compiling import uncompiled
+from fixedpoint_kernels.memory import is_exported
 
 __all__ = ["check_not_exported", "check_uncompiled", "check_untraced", "is_exported", "is_traced"]
 
@@ -28,11 +29,6 @@ def check_uncompiled(model: nn.Module, call: str) -> None:
 def is_traced() -> bool:
     """Say whether ``torch.compile`` or ``torch.jit`` follows what is computed."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
-
-
-def is_exported() -> bool:
-    """Say whether ``torch.export`` or ``torch.jit`` makes a program, which is for inference."""
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def check_untraced() -> None:

@@ -15,7 +15,7 @@ from fixedpoint_kernels._torch_private.modules import hook_wrapper, hooks_of, re
 from fixedpoint_kernels.block import block_fl
 from fixedpoint_kernels.forward_save.conversion import revert
 from fixedpoint_kernels.forward_save.swap import is_converted
-from fixedpoint_kernels.rounding.reference import float_bounds
+from fixedpoint_kernels.rounding.reference import float_bounds, power
 from marvin.attention import Attention, Encoder, EncoderLayer
 from marvin.channels import ChannelFormat
 from marvin.compiled import is_traced
@@ -30,14 +30,9 @@ from marvin.rounding import Format
 
 __all__ = ["FrozenRounding", "freeze", "frozen_formats", "nearest_codes", "saved_classes", "thaw"]
 
-_MOST = 126  # of ``block_fl``
 _NO_GRADIENT = (
     "a frozen model rounds, and the gradient of rounding is 0: none passes through its layers; where "
     "gradients are wanted, take the model that was frozen, in eval mode, whose gradients are straight-through"
-)
-# a table: jit can trace it
-_POWERS = torch.tensor(
-    [2.0**n for n in range(-_MOST, _MOST + 1)], dtype=torch.float32, device="cpu"
 )
 
 
@@ -211,9 +206,8 @@ def _round(x: Tensor, fmt: Format | None, *, per_sample: bool = False) -> Tensor
         return (nearest_codes(x, fmt) * fmt.lsb).to(x.dtype)
     assert isinstance(fmt, BlockFloat)
     fl = block_fl(x, fmt, per_sample=per_sample)
-    powers, place = _POWERS.to(x.device), fl.long() + _MOST
-    codes = torch.round(x.float() * powers.take(place)) + 0.0
-    return (codes.clamp(fmt.min_code, fmt.max_code) * powers.take(2 * _MOST - place)).to(x.dtype)
+    codes = torch.round(x.float() * power(fl)) + 0.0
+    return (codes.clamp(fmt.min_code, fmt.max_code) * power(-fl)).to(x.dtype)
 
 
 def _is_seen_by_nobody(x: Tensor) -> bool:

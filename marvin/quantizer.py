@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import BlockFloat, FixedPoint, Minifloat
+from fixedpoint_kernels.memory import is_exported
 from fixedpoint_kernels.rounding import Rounding
 from marvin.noise import Purpose, stream
 from marvin.ranks import rank
@@ -93,6 +94,7 @@ class Quantizer(nn.Module):
 
         Raises:
             TypeError: ``x`` is no tensor.
+            RuntimeError: ``torch.jit`` or ``torch.export`` follows it in training mode.
         """
         if not isinstance(x, Tensor):
             raise TypeError(
@@ -100,6 +102,11 @@ class Quantizer(nn.Module):
             )
         there, back = self._noise(0), self._noise(1)
         if self.training:
+            if is_exported():
+                raise RuntimeError(
+                    "a Quantizer to trace or export must be in eval mode, for a program would keep the noise "
+                    "of one call: write model.eval() before"
+                )
             self.calls += 1
         gradient = None
         if self.backward_format is not None:

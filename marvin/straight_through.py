@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from fixedpoint_kernels import FixedPoint, Minifloat, quantize_with_mask
+from fixedpoint_kernels import FixedPoint, Minifloat, quantize, quantize_with_mask
 from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels._torch_private.modes import is_checkpointed
-from fixedpoint_kernels.memory import check_untransformed
+from fixedpoint_kernels.memory import check_untransformed, is_exported
 from fixedpoint_kernels.once import once_differentiable
 from fixedpoint_kernels.rounding import Rounding, keep_inside
 from marvin.rounding import Format, round_one
@@ -153,7 +153,8 @@ def fake_quantize(
 
     Returns:
         Shape and dtype of ``x``. Its gradient may be differentiated again: as if ``x`` had only been
-        clamped, or with ``"identity"`` had stayed.
+        clamped, or with ``"identity"`` had stayed. What ``torch.export`` and
+        ``torch.jit.trace`` make of it is for inference: its gradient is 0.
 
     Raises:
         ValueError: ``ste`` is unknown.
@@ -161,9 +162,18 @@ def fake_quantize(
     if ste not in get_args(StraightThrough):
         raise ValueError(f"ste must be one of {get_args(StraightThrough)}, got {ste!r}")
     options = {"rounding": rounding, "seed": seed, "stream": stream}
+    if is_exported() and not _is_differentiated(x):
+        return quantize(x.detach(), fmt, **options)
     if ste == "identity":
         return _RoundedIdentity.apply(x, fmt, options, None)  # pyright: ignore[reportReturnType]
     return _FakeQuantize.apply(x, fmt, options, None, None)  # pyright: ignore[reportReturnType]
+
+
+def _is_differentiated(x: Tensor) -> bool:
+    """Say whether a derivative by ``x`` is wanted; what traces and exports make is for inference."""
+    if is_exported():
+        return False
+    return (x.requires_grad and torch.is_grad_enabled()) or unpack_dual(x).tangent is not None
 
 
 def round_with_gradient(
@@ -188,7 +198,7 @@ def round_with_gradient(
     Raises:
         TypeError: ``x`` is inside of ``torch.func``, and has a gradient.
     """
-    if not (x.requires_grad and torch.is_grad_enabled()) and unpack_dual(x).tangent is None:
+    if not _is_differentiated(x):
         return x if fmt is None else round_one(x.detach(), fmt, **options)
     check_untransformed(x=x)
     if ste == "identity" or not isinstance(fmt, FixedPoint | Minifloat):

@@ -27,13 +27,14 @@ from fixedpoint_kernels.strides import laid, memory_order
 def apply(function: Function, x: Tensor, table: str, fused: Fused | None = None) -> Tensor:
     """Return ``function(x)``, whose gradient is the table's.
 
-    Where no gradient is needed, and in forward mode, nothing is encoded. With ``fused``, value and code come from one
+    Where no gradient is needed, in forward mode, and in traces of ``torch.jit``, nothing is encoded. With ``fused``, value and code come from one
     pass where there is a kernel for it.
 
     Raises:
         RuntimeError: ``torch.func`` would differentiate twice by ``x``, and the table is not exact.
     """
-    if not (torch.is_grad_enabled() and x.requires_grad) or unpack_dual(x).tangent is not None:
+    is_wanted = torch.is_grad_enabled() and x.requires_grad and not torch.jit.is_tracing()
+    if not is_wanted or unpack_dual(x).tangent is not None:
         return function(x)
     if is_plain(x):
         return _FewBit.apply(x, (function, table, memory_order(x), fused))  # pyright: ignore[reportReturnType]

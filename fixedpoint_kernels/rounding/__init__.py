@@ -18,10 +18,12 @@ from fixedpoint_kernels.memory import (
     are_apart,
     check_apart,
     check_memory,
+    is_exported,
     is_float32,
     places_of,
 )
 from fixedpoint_kernels.philox import Key
+from fixedpoint_kernels.rounding import reference
 from fixedpoint_kernels.rounding.reference import Rounding
 from fixedpoint_kernels.strides import is_dense, laid, memory_order
 
@@ -93,9 +95,7 @@ def quantize(  # noqa: PLR0913  noise has three coordinates
     _check_mode(fmt, rounding)
     key = Key.checked(seed, stream, offset)
     if out is None:
-        y = torch.empty_like(x)
-        _run(x, y, None, fmt, rounding, key)
-        return y
+        return _made(x, fmt, rounding, key)[0]
     _check_out(out, x)
     check_apart([x], [out])
     _run(x, out, None, fmt, rounding, key)
@@ -123,8 +123,8 @@ def quantize_with_mask(
     """
     check_values(x, "quantize_with_mask")
     _check_mode(fmt, rounding)
-    y, inside = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
-    _run(x, y, inside, fmt, rounding, Key.checked(seed, stream))
+    y, inside = _made(x, fmt, rounding, Key.checked(seed, stream), is_masked=True)
+    assert inside is not None  # it was asked for
     return y, inside
 
 
@@ -177,7 +177,7 @@ def quantize_many(  # noqa: PLR0913  noise has three coordinates
         return []
     Key.checked(seed, stream + len(xs) - 1, max(positions))
     first = Key.checked(seed, stream, min(positions))
-    is_fixed = set(map(type, fmts)) == {FixedPoint}
+    is_fixed = set(map(type, fmts)) == {FixedPoint} and not is_exported()
     for fmt in fmts[:1] if is_fixed else fmts:
         _check_mode(fmt, rounding)
     places = _one_launch(xs, outs) if is_fixed else None
@@ -185,6 +185,9 @@ def quantize_many(  # noqa: PLR0913  noise has three coordinates
         _check_each(xs, outs)
     if outs is not None:
         _mark_changed(outs)
+    if places is None and outs is None:
+        rows = zip(xs, fmts, _keys(first, positions), strict=True)
+        return [_made(x, fmt, rounding, key)[0] for x, fmt, key in rows]
     ys = [torch.empty_like(x) for x in xs] if outs is None else outs
     if places is not None and type(ys[0]) in _PLAIN:  # no mode makes others
         if outs is None:
@@ -192,9 +195,13 @@ def quantize_many(  # noqa: PLR0913  noise has three coordinates
         kernels = kernels_of(xs[0])  # of a CPU or a GPU: other devices have no places
         kernels.quantize_many(places, fmts, rounding, first, positions, xs[0].device)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         return ys
-    for j, (x, y, fmt, position) in enumerate(zip(xs, ys, fmts, positions, strict=True)):
-        _run(x, y, None, fmt, rounding, Key(first.seed, first.stream + j, position))
+    for x, y, fmt, key in zip(xs, ys, fmts, _keys(first, positions), strict=True):
+        _run(x, y, None, fmt, rounding, key)
     return ys
+
+
+def _keys(first: Key, positions: Sequence[int]) -> list[Key]:
+    return [Key(first.seed, first.stream + j, at) for j, at in enumerate(positions)]
 
 
 def keep_inside(x: Tensor, inside: Tensor) -> Tensor:
@@ -233,9 +240,7 @@ def encode(
     """
     check_values(x, "encode")
     _check_mode(fmt, rounding, FixedPoint)
-    codes = torch.empty_like(x, dtype=_code_dtype(fmt))
-    _run(x, codes, None, fmt, rounding, Key.checked(seed, stream))
-    return codes
+    return _made(x, fmt, rounding, Key.checked(seed, stream), _code_dtype(fmt))[0]
 
 
 def decode(codes: Tensor, fmt: FixedPoint, *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -284,6 +289,25 @@ def _code_dtype(fmt: FixedPoint) -> torch.dtype:
     return torch.int16 if fmt.max_code < 2**15 else torch.int32
 
 
+def _made(
+    x: Tensor,
+    fmt: FixedPoint | Minifloat,
+    rounding: Rounding,
+    key: Key,
+    dtype: torch.dtype | None = None,
+    *,
+    is_masked: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return new tensors, rounded, and where nothing was clamped; of exports, operators that make them."""
+    if is_exported():
+        y, inside = reference.rounded(x, fmt, rounding, key, dtype or x.dtype)
+        return (y + 0.0 if _may_vanish(fmt, y.dtype) else y), inside
+    y = torch.empty_like(x, dtype=dtype)
+    inside = torch.empty_like(x, dtype=torch.bool) if is_masked else None
+    _run(x, y, inside, fmt, rounding, key)
+    return y, inside
+
+
 def _run(
     x: Tensor,
     y: Tensor,
@@ -293,6 +317,9 @@ def _run(
     key: Key,
 ) -> None:
     """Round into ``y`` and ``inside`` of any strides."""
+    if is_exported():
+        y.copy_(_made(x, fmt, rounding, key, y.dtype)[0])
+        return
     x = x.resolve_neg() if x.is_neg() else x
     if rounding == "stochastic" and _run_turned(x, y, inside, fmt, key):
         return
@@ -422,7 +449,8 @@ def check_values(x: Tensor, name: str) -> None:
             f"{name} has no gradient, and got a tensor that requires one: detach it, use "
             "torch.no_grad(), or marvin.fake_quantize for a straight-through estimator"
         )
-    check_memory(x)
+    if not is_exported():  # then the reference rounds
+        check_memory(x)
 
 
 def _check_mode(
@@ -449,7 +477,7 @@ def _mark_changed(tensors: Sequence[Tensor]) -> None:
 
 
 def _check_out(out: Tensor, x: Tensor) -> None:
-    if out is not x:
+    if out is not x and not is_exported():
         check_memory(out, "out")
     if out.shape != x.shape or out.device != x.device or out.dtype not in _FLOATS:
         raise ValueError(

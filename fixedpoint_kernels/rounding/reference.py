@@ -7,9 +7,11 @@ from torch import Tensor
 
 from fixedpoint_kernels import philox
 from fixedpoint_kernels.formats import FixedPoint, Minifloat
+from fixedpoint_kernels.memory import is_exported
 from fixedpoint_kernels.philox import Key
 
 Rounding = Literal["stochastic", "nearest"]
+_POWERS = torch.tensor([2.0**fl for fl in range(-126, 128)], dtype=torch.float32, device="cpu")
 
 
 def quantize(
@@ -21,19 +23,27 @@ def quantize(
     key: Key,
 ) -> None:
     """See ``fixedpoint_kernels.rounding.quantize``; integer ``y`` takes codes."""
+    values, is_inside = rounded(x, fmt, rounding, key, y.dtype)
+    y.copy_(values)
+    if inside is not None:
+        inside.copy_(is_inside)
+
+
+def rounded(
+    x: Tensor, fmt: FixedPoint | Minifloat, rounding: Rounding, key: Key, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return what is rounded, in ``dtype``, codes where that is an integer, and where nothing was clamped."""
     if isinstance(fmt, Minifloat):
         fl = fractional_length(x, fmt)
         values = whole(x.detach().float() * power(fl), rounding, key) * power(-fl)
-        if inside is not None:
-            inside.copy_((values.abs() > fmt.max).logical_not_())
-        y.copy_(values.clamp(-fmt.max, fmt.max))
-        return
+        is_inside = (values.abs() > fmt.max).logical_not()
+        return values.clamp(-fmt.max, fmt.max).to(dtype), is_inside
     codes = unbounded_codes(x, fmt, rounding, key)
     low, high = float_bounds(fmt)
-    if inside is not None:
-        inside.copy_((codes < low).logical_or_(codes > high).logical_not_())
+    is_inside = (codes < low).logical_or(codes > high).logical_not()
     codes = codes.clamp(low, high)
-    y.copy_(codes * fmt.lsb if y.dtype.is_floating_point else codes.nan_to_num())
+    values = codes * fmt.lsb if dtype.is_floating_point else codes.nan_to_num()
+    return values.to(dtype), is_inside
 
 
 def unbounded_codes(x: Tensor, fmt: FixedPoint, rounding: Rounding, key: Key) -> Tensor:
@@ -58,6 +68,8 @@ def fractional_length(x: Tensor, fmt: Minifloat) -> Tensor:
 
 def power(fl: Tensor) -> Tensor:
     """Return ``2**fl`` exactly, float32, of integers from -126 to 127: its exponent bits."""
+    if is_exported():  # traces, and files of ONNX, have no view in another dtype
+        return torch.take(_POWERS.to(fl.device), fl.long() + 126)
     return ((fl.to(torch.int32) + 127) << 23).view(torch.float32)
 
 

@@ -449,3 +449,12 @@ def test_tables_whose_arrays_do_not_fit_together_are_refused(change):
     operators.register(Table(**own, loss=0.5))
     with pytest.raises(ValueError, match="a table must have float32 borders"):
         operators.register(Table(**(own | change), loss=0.5))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["GELU", "Tanh", "ReLU"])
+def test_a_trace_in_training_mode_has_the_function_itself(name):
+    model = nn.Sequential(nn.Linear(8, 4), getattr(few_bit, name)())
+    x = torch.randn(6, 8)
+    traced = torch.jit.trace(model, torch.randn(6, 8))
+    torch.testing.assert_close(traced(x), getattr(nn, name)()(model[0](x)), rtol=0, atol=0)

@@ -9,8 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fixedpoint_kernels import FixedPoint, quantize, quantize_many
+from fixedpoint_kernels import (
+    FixedPoint,
+    histogram_candidates,
+    pack,
+    quantize,
+    quantize_many,
+)
 from fixedpoint_kernels.memory import Places, are_apart, check_apart, places_of
 
 FMT = FixedPoint(8, 4)
@@ -187,6 +194,24 @@ def test_a_negation_that_waits_may_be_written_to():
             assert out.tolist() == [0.5] * n
             assert base.imag.tolist() == [-0.5] * n
             out.zero_()
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: pack(x.to(torch.int8), 4),
+        lambda x: histogram_candidates(x, [FMT], resolution=50),
+    ],
+)
+def test_kernels_that_no_trace_sees_say_so(run):
+    x = torch.ones(4, 4)
+    with pytest.raises(RuntimeError, match=r"outside of torch\.jit\.trace and torch\.onnx"):
+        torch.jit.trace(run, x, check_trace=False)
+    with (
+        FakeTensorMode() as mode,
+        pytest.raises(TypeError, match="FakeTensor, which has no values"),
+    ):
+        run(mode.from_tensor(x))
 
 
 def test_addresses_are_those_of_torch():

@@ -1,3 +1,4 @@
+import io
 import itertools
 import math
 
@@ -7,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fixedpoint_kernels import (
+    BlockFloat,
     FixedPoint,
     Minifloat,
     decode,
     encode,
     pack,
     quantize,
+    quantize_block,
     quantize_many,
     quantize_with_mask,
     unpack,
@@ -472,3 +475,58 @@ def test_what_its_dtype_does_not_hold_is_0_without_a_sign(fmt, dtype, x, roundin
         assert not y.signbit().any()
     own, _ = quantize_with_mask(x.to(dtype), fmt, rounding=rounding)
     assert not own[own == 0].signbit().any()
+
+
+FOLLOWED = {
+    "quantize": lambda x, options: quantize(x, FixedPoint(8, 4), **options),
+    "into an output": lambda x, options: quantize(
+        x, FixedPoint(8, 4), out=torch.zeros_like(x), **options
+    ),
+    "mask": lambda x, options: quantize_with_mask(x, FixedPoint(8, 4), **options),
+    "many": lambda x, options: tuple(
+        quantize_many([x, -x], [FixedPoint(8, 4), FixedPoint(4, 1)], **options)
+    ),
+    "codes": lambda x, options: encode(x, FixedPoint(8, 4), **options),
+    "minifloat": lambda x, options: quantize(x, Minifloat(4, 3), **options),
+    "block": lambda x, options: quantize_block(x, BlockFloat(6), per_sample=True, **options),
+}
+
+
+class Rounding(torch.nn.Module):
+    def __init__(self, run, options):
+        super().__init__()
+        self.run, self.options = run, options
+
+    def forward(self, x):
+        return self.run(x, self.options)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("way", ["trace", "export"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_traces_and_exports_round_what_they_are_given(name, rounding, way):
+    model = Rounding(FOLLOWED[name], {"rounding": rounding, "seed": 3, "stream": 1})
+    samples, x = torch.randn(5, 7), 9 * torch.randn(5, 7)
+    if way == "trace":
+        followed = torch.jit.trace(model, samples)
+    else:
+        followed = torch.export.export(model, (samples,)).module()
+    torch.testing.assert_close(followed(x), model(x), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["quantize", "mask", "many", "codes"])
+def test_files_of_onnx_round_what_they_are_given(name):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    model, file = Rounding(FOLLOWED[name], {"rounding": "nearest"}), io.BytesIO()
+    torch.onnx.export(model, (torch.randn(5, 7),), file, dynamo=False)
+    session, x = onnxruntime.InferenceSession(file.getvalue()), 9 * torch.randn(5, 7)
+    found = tuple(
+        map(torch.from_numpy, session.run(None, {session.get_inputs()[0].name: x.numpy()}))
+    )
+    wanted = model(x)
+    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)

@@ -1,6 +1,7 @@
 """A module that rounds there and back, and an optimizer whose state has few bits."""
 
 import copy
+import io
 import itertools
 
 import pytest
@@ -185,3 +186,42 @@ def test_rounding_of_state_ends_and_is_refused():
     optimizer.step(loss=1.0)
     master = optimizer.state[layer.weight]["master"]
     assert not torch.equal(master, nearest(master, FIXED))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("way", ["trace", "export"])
+@pytest.mark.parametrize("has_gradient", [False, True])
+@pytest.mark.parametrize("fmt", [FIXED, BLOCK, FLOAT], ids=str)
+def test_traces_and_exports_round_as_the_model_does_in_eval_mode(fmt, has_gradient, way):
+    model = nn.Sequential(nn.Linear(8, 4), marvin.Quantizer(fmt, fmt)).eval()
+    model.requires_grad_(has_gradient)
+    x, samples = torch.randn(16, 8), (torch.randn(16, 8),)
+    if way == "trace":
+        followed = torch.jit.trace(model, samples)
+    else:
+        followed = torch.export.export(model, samples).module()
+    torch.testing.assert_close(followed(x), model(x), rtol=0, atol=0, check_stride=False)
+    model.train()
+    with pytest.raises(
+        RuntimeError, match=r"must be in eval mode, .* write model\.eval\(\) before"
+    ):
+        torch.jit.trace(model, samples)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_file_of_onnx_rounds_as_the_model_does():
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    quantizer = marvin.Quantizer(FIXED, forward_rounding="nearest")
+    model, file = nn.Sequential(nn.ReLU(), quantizer).eval(), io.BytesIO()
+    torch.onnx.export(model, (torch.randn(16, 8),), file, dynamo=False)
+    session, x = onnxruntime.InferenceSession(file.getvalue()), torch.randn(16, 8)
+    (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), model(x), rtol=0, atol=0)
+
+
+def test_a_fake_rounding_is_exported_for_inference():
+    model, x = nn.ReLU(), torch.randn(5)
+    model.forward = lambda x: marvin.fake_quantize(x, FIXED)
+    exported = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(exported(3 * x), model(3 * x), rtol=0, atol=0)
