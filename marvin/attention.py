@@ -96,7 +96,7 @@ def _spelled(module: nn.Module, name: str, done: dict[nn.Module, nn.Module]) -> 
             )
         if module.bias_k is not None or module.add_zero_attn:
             raise ValueError(
-                f"{name!r} must have add_bias_kv=False and add_zero_attn=False to be spelled"
+                f"{repr(name) if name else 'the model'} must have add_bias_kv=False and add_zero_attn=False to be spelled"
             )
         _check_plain(module, name)
         assert isinstance(module, nn.MultiheadAttention)

@@ -41,14 +41,14 @@ def tnvs_(
 
     Raises:
         TypeError: ``target`` is neither a module nor a tensor.
-        ValueError: ``scale`` is not above 0, or a single weight has fewer than two dimensions.
+        ValueError: ``scale`` is not above 0 and finite, or a single weight has fewer than two dimensions.
 
     Source:
         MARViN, section 3.1. Differs: the paper's variance is ``0.663 scale / n`` because of the
         truncation; ``correct_variance`` undoes that.
     """
-    if not scale > 0:
-        raise ValueError(f"scale must be above 0, got {scale}")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be above 0 and finite, got {scale}")
     if isinstance(target, Tensor):
         _draw(target, scale, correct_variance, generator)
         return target

@@ -12,7 +12,7 @@ from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels._torch_private.modes import is_checkpointed
 from fixedpoint_kernels.memory import check_untransformed, is_exported
 from fixedpoint_kernels.once import once_differentiable
-from fixedpoint_kernels.rounding import Rounding, keep_inside
+from fixedpoint_kernels.rounding import Rounding, check_floating, keep_inside
 from marvin.rounding import Format, round_one
 
 __all__ = ["StraightThrough", "Tally", "fake_quantize", "round_with_gradient"]
@@ -157,10 +157,12 @@ def fake_quantize(
         ``torch.jit.trace`` make of it is for inference: its gradient is 0.
 
     Raises:
+        TypeError: ``x`` is no tensor of these dtypes.
         ValueError: ``ste`` is unknown.
     """
     if ste not in get_args(StraightThrough):
         raise ValueError(f"ste must be one of {get_args(StraightThrough)}, got {ste!r}")
+    check_floating(x, "fake_quantize")
     options = {"rounding": rounding, "seed": seed, "stream": stream}
     if is_exported() and not _is_differentiated(x):
         return quantize(x.detach(), fmt, **options)

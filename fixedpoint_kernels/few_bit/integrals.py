@@ -90,6 +90,8 @@ class Integrals:
         w = self._weight(torch.from_numpy(x))
         if not isinstance(w, Tensor) or w.shape != x.shape or not (w >= 0).all():
             came = f"shape {tuple(w.shape)}" if isinstance(w, Tensor) else type(w).__name__
+            if isinstance(w, Tensor) and w.shape == x.shape:
+                came = f"numbers from {w.min():.6g} to {w.max():.6g}"
             raise ValueError(
                 f"weight must give a tensor with one number of at least 0 for each point, got {came}"
             )

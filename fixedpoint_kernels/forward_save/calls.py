@@ -30,7 +30,7 @@ __all__ = ["Scoped", "saving"]
 class saving(Keeper, TorchFunctionMode):
     """Make torch's functions keep less for backward while this is entered.
 
-    Values are torch's own. Activation functions keep a few-bit code; linear layers, convolutions,
+    Values are torch's own, but for the last bit of Tanh, Sigmoid and SiLU. Activation functions keep a few-bit code; linear layers, convolutions,
     norms, products of two tensors, products of matrices, softmax and attention keep what they keep
     as block means and residuals; dropout keeps 1 bit an element. Attention is computed again in the
     backward pass. Parameters, and tensors that need no gradient, are kept as they are.

@@ -50,7 +50,7 @@ def convert(  # noqa: PLR0913  each is one choice of the user
     """Make the modules of a model keep less for backward, in place.
 
     A converted module is the same object with a subclass of its class: weights, hooks, names,
-    dtype, mode, ties and keys of ``state_dict`` stay, and values of the forward pass are torch's.
+    dtype, mode, ties and keys of ``state_dict`` stay, and values of the forward pass are torch's, but for the last bit of Tanh, Sigmoid and SiLU.
 
     ``division`` makes convolution, linear and normalisation layers keep their input as block means
     and residuals of a few bits while they train; a tensor that two layers keep is packed once. Step

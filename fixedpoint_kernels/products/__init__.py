@@ -82,7 +82,7 @@ def convolve(  # noqa: PLR0913  a convolution's own numbers
             int8.
         exponents: One, or int32, one for each output channel, -126 to 127; 128 stands for infinity,
             as ``round_per_sample`` gives it. None: the sums themselves.
-        stride: As ``torch.nn.functional.conv2d`` takes it.
+        stride: As ``torch.nn.functional.conv2d`` takes it: one number, or one for each dimension.
         padding: So too.
         dilation: So too.
         groups: So too.
@@ -160,7 +160,8 @@ def convolve_input_gradient(  # noqa: PLR0913
         ValueError: As ``convolve``.
     """
     window = _window(grad, stride, padding, dilation, groups)
-    numbers = list(size) if grad.dim() == 4 else [1, *size]
+    given = _sequence("size", size)
+    numbers = given if grad.dim() == 4 else [1, *given]
     parts = _with_height(grad), _with_height(weight), _exponents(exponents, grad)
     operator = _OPS.products_input_gradient.default
     y = operator(*parts, numbers, window, _dtype(dtype, exponents))
@@ -203,7 +204,8 @@ def convolve_weight_gradient(  # noqa: PLR0913
         ValueError: As ``convolve``.
     """
     window = _window(x, stride, padding, dilation, groups)
-    numbers = list(kernel) if x.dim() == 4 else [1, *kernel]
+    given = _sequence("kernel", kernel)
+    numbers = given if x.dim() == 4 else [1, *given]
     parts = _with_height(x), _with_height(grad), _exponents(exponents, x), numbers, window
     y = _OPS.products_weight_gradient.default(*parts)
     return y if x.dim() == 4 else y.squeeze(2)
@@ -311,6 +313,11 @@ def round_per_sample(
         ValueError: A number is out of range.
         RuntimeError: ``x`` requires a gradient: rounding has none.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"round_per_sample needs a floating tensor, got {type(x).__name__}: write torch.as_tensor(x)"
+        )
+    _check_whole(seed=seed, stream=stream, first=first)
     if x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             "round_per_sample has no gradient, and got a tensor that requires one: detach it, or "
@@ -323,6 +330,8 @@ def _window(
     x: Tensor, stride: _Numbers, padding: _Numbers, dilation: _Numbers, groups: int
 ) -> list[int]:
     """Return the numbers of a ``Window``, those of the height first."""
+    _check_codes(x)
+    _check_whole(groups=groups)
     dims = x.dim() - 2
     if dims not in (1, 2):
         raise ValueError(f"codes must have 3 or 4 dimensions, got shape {tuple(x.shape)}")
@@ -332,19 +341,42 @@ def _window(
         ("padding", padding, 0),
         ("dilation", dilation, 1),
     ):
-        own = [value] * dims if isinstance(value, int) else list(value)
+        own = [value] * dims if isinstance(value, int) else _sequence(name, value, "one number or")
         if len(own) != dims:
             raise ValueError(f"{name} must be one number or {dims}, got {value}")
         numbers += own if dims == 2 else [neutral, *own]
     return [*numbers, groups]
 
 
+def _sequence(name: str, value: object, other: str = "") -> list[int]:
+    if not isinstance(value, Sequence):  # a torch.Size is one
+        raise TypeError(
+            f"{name} must be {other} a list of a number for each dimension, got {value!r:.60}"
+        )
+    return list(value)
+
+
+def _check_codes(x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"codes must be a tensor, got {type(x).__name__}: write torch.as_tensor(codes)"
+        )
+
+
+def _check_whole(**numbers: object) -> None:
+    for name, value in numbers.items():
+        if not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must be a whole number, got {value!r:.60}")
+
+
 def _with_height(x: Tensor) -> Tensor:
+    _check_codes(x)
     return x.unsqueeze(2) if x.dim() == 3 else x
 
 
 def _as_map(x: Tensor) -> Tensor:
     """Return rows of codes as maps of one place."""
+    _check_codes(x)
     if x.dim() < 2:
         raise ValueError(f"codes must have 2 dimensions or more, got shape {tuple(x.shape)}")
     return x.reshape(-1, x.shape[-1], 1, 1)
@@ -355,6 +387,10 @@ def _exponents(exponents: int | Tensor | None, x: Tensor) -> Tensor | None:
         if not -126 <= exponents <= 128:
             raise ValueError(f"an exponent must be -126 to 128, got {exponents}")
         return torch.full((1,), exponents, dtype=torch.int32, device=x.device)
+    if not isinstance(exponents, Tensor | None):
+        raise TypeError(
+            f"exponents must be one whole number, an int32 tensor or None, got {exponents!r:.60}"
+        )
     return exponents
 
 

@@ -28,7 +28,7 @@ from fixedpoint_kernels.rounding.reference import Rounding
 from fixedpoint_kernels.strides import is_dense, laid, memory_order
 
 __all__ = ["Rounding", "decode", "encode", "quantize", "quantize_many", "quantize_with_mask"]
-__all__ += ["check_values", "keep_inside"]
+__all__ += ["check_floating", "check_values", "keep_inside"]
 
 _DTYPE, _SHAPE, _IS_CPU = attrgetter("dtype"), attrgetter("shape"), attrgetter("is_cpu")
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -440,10 +440,7 @@ def check_values(x: Tensor, name: str) -> None:
         ValueError: The storage of ``x`` was freed.
         RuntimeError: ``x`` requires a gradient.
     """
-    if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
-        came = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        instead = ": write x.float()" if isinstance(x, Tensor) and not x.is_complex() else ""
-        raise TypeError(f"{name} needs a float32, bfloat16 or float16 tensor, got {came}{instead}")
+    check_floating(x, name)
     if x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{name} has no gradient, and got a tensor that requires one: detach it, use "
@@ -451,6 +448,24 @@ def check_values(x: Tensor, name: str) -> None:
         )
     if not is_exported():  # then the reference rounds
         check_memory(x)
+
+
+def check_floating(x: object, name: str) -> None:
+    """Raise unless ``x`` is a tensor of a dtype that is rounded.
+
+    Raises:
+        TypeError: It is not.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{name} needs a float32, bfloat16 or float16 tensor, got {type(x).__name__}: write "
+            "torch.as_tensor(x)"
+        )
+    if x.dtype not in _FLOATS:
+        instead = "" if x.is_complex() else ": write x.float()"
+        raise TypeError(
+            f"{name} needs a float32, bfloat16 or float16 tensor, got {x.dtype}{instead}"
+        )
 
 
 def _check_mode(

@@ -115,7 +115,7 @@ class LossBudgetPolicy(RangePolicy):
     checks: ClassVar[Checks] = Checks(
         choices={"free_zeros": (False, True), "late": (False, True)},
         rules=(
-            ("kappa", lambda s: 0 < s["kappa"] < math.inf, "above 0"),
+            ("kappa", lambda s: 0 < s["kappa"] < math.inf, "above 0 and finite"),
             ("max_noise", lambda s: _is_pair(s["max_noise"]), "two numbers above 0"),
             ("max_wl", lambda s: is_word_length(s["max_wl"]), "2 to 16 bits"),
             (

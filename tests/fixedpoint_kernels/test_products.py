@@ -796,3 +796,27 @@ def test_codes_whose_memory_was_freed_are_refused():
     ):
         with pytest.raises(ValueError, match="its storage was freed"):
             call()
+
+
+_X, _W = torch.ones(1, 2, 4, 4, dtype=torch.int8), torch.ones(3, 2, 3, 3, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: products.convolve(_X, _W, exponents=1.5), "exponents must be one whole number"),
+        (lambda: products.convolve(_X, _W, exponents=[1]), "exponents must be one whole number"),
+        (lambda: products.convolve(_X, _W, groups=1.0), "groups must be a whole number, got 1.0"),
+        (lambda: products.convolve(_X, _W, stride=1.5), "stride must be one number or a list"),
+        (lambda: products.convolve([1], _W), "codes must be a tensor, got list"),
+        (lambda: products.convolve(_X, [1]), "codes must be a tensor, got list"),
+        (lambda: products.linear([[1, 2]], _W[0, 0]), "codes must be a tensor, got list"),
+        (lambda: products.convolve_input_gradient(_X, _W, 3), "size must be a list"),
+        (lambda: products.convolve_weight_gradient(_X, _X, 2), "kernel must be a list"),
+        (lambda: products.round_per_sample([1.0]), "needs a floating tensor, got list"),
+        (lambda: products.round_per_sample(_X.float(), seed="a"), "seed must be a whole number"),
+    ],
+)
+def test_what_is_no_tensor_or_no_number_is_named(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()

@@ -633,7 +633,7 @@ def test_without_activations_the_batch_size_must_be_given():
 @pytest.mark.parametrize(
     ("make_policy", "message"),
     [
-        (lambda: LossBudgetPolicy(kappa=0), "kappa must be above 0, got kappa=0"),
+        (lambda: LossBudgetPolicy(kappa=0), "kappa must be above 0 and finite, got kappa=0"),
         (lambda: LossBudgetPolicy(max_noise=0.01), "max_noise must be two numbers above 0"),
         (lambda: LossBudgetPolicy(max_noise=(0.01, 0)), "max_noise must be two numbers above 0"),
         (lambda: LossBudgetPolicy(window=0), "window must be a whole number of steps from 1 on"),

@@ -225,3 +225,9 @@ def test_a_fake_rounding_is_exported_for_inference():
     model.forward = lambda x: marvin.fake_quantize(x, FIXED)
     exported = torch.export.export(model, (x,)).module()
     torch.testing.assert_close(exported(3 * x), model(3 * x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("x", [[1.0], torch.ones(2, dtype=torch.float64)])
+def test_a_fake_rounding_names_itself(x):
+    with pytest.raises(TypeError, match=r"^fake_quantize needs a float32, .*: write "):
+        marvin.fake_quantize(x, FIXED)

@@ -19,7 +19,7 @@ def calibrate(
     weights that training has found. To calibrate weights too, call ``marvin.calibrate``.
 
     Args:
-        model: Rounds no activations; run in eval mode, without gradients.
+        model: Run in eval mode, without gradients. What rounds already is measured after it was rounded.
         loader: Batches: tensors, or tuples that begin with one.
         wl: Word length of every activation, bits.
         estimator: See ``marvin.calibrate``.

@@ -345,7 +345,16 @@ class Network:
         return {op.name: op for op in self.operations}
 
     def operation(self, name: str) -> Operation:
-        """Return the operation that gives a value."""
+        """Return the operation that gives a value.
+
+        Raises:
+            KeyError: No operation does.
+        """
+        if name not in self._by_name:
+            known = ", ".join(self._by_name)
+            raise KeyError(
+                f"name must be that of an operation, got {name!r}; there are {known:.200}"
+            )
         return self._by_name[name]
 
     def formats(self) -> dict[str, FixedPoint]:
