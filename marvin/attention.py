@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizat
 from fixedpoint_kernels._torch_private.modules import own_hooks
 from marvin.compiled import check_uncompiled
 from marvin.hooks import rounders_of
-from marvin.refused import check_model
+from marvin.refused import check_model, check_whole
 
 __all__ = [
     "Attention",
@@ -42,7 +42,7 @@ def spell_attention(model: nn.Module) -> nn.Module:
         TypeError: ``model`` is no module, or what ``torch.compile`` returned.
         ValueError: Its attention already rounds, or has ``add_bias_kv`` or ``add_zero_attn``, or shares its
             ``in_proj_weight`` with other attention; or what is spelled has a hook, a ``forward`` of one
-            object or a parametrised weight, which would be lost.
+            object or a parametrised weight, which would be lost; or parameters are sharded.
 
     Examples:
         >>> model = marvin.spell_attention(nn.TransformerEncoder(layer, 2))
@@ -50,6 +50,7 @@ def spell_attention(model: nn.Module) -> nn.Module:
     """
     check_model(model, "spell_attention(model)")
     check_uncompiled(model, "spell_attention(model)")
+    check_whole(model)
     _check_untied(model)
     return _spelled(copy.deepcopy(model), "", {})
 

@@ -27,7 +27,7 @@ from marvin.hooks import rounders_of, see_what_is_rounded
 from marvin.layers import computed_weights, is_layer
 from marvin.model_formats import ModuleFormats
 from marvin.nested import mapped, mapped_output
-from marvin.refused import check_batches, check_model, check_one_input, check_values
+from marvin.refused import check_batches, check_model, check_one_input, check_values, check_whole
 from marvin.rounder import FLOATS
 from marvin.rounding import Format, round_one
 
@@ -112,7 +112,7 @@ def calibrate(
         ValueError: An argument is out of range; there is no batch, no layer sees one, or a value is not
             finite, or float64; or the model carries block floating point, or formats of weights alone, or must be
             called with several tensors, or ``marvin.store_codes`` keeps its weights as codes; or each call
-            computes a layer's weight, by a parametrisation or a hook.
+            computes a layer's weight, by a parametrisation or a hook; or parameters are sharded.
 
     Examples:
         >>> fixed = marvin.calibrate(net, (images for images, _ in loader), bits=8)
@@ -120,6 +120,7 @@ def calibrate(
     """
     check_model(model, "calibrate(model, batches)")
     check_values(model)
+    check_whole(model)
     check_uncompiled(model, "calibrate(model, batches)")
     check_estimator(estimator)
     if per_channel not in (False, True):

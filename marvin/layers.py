@@ -10,7 +10,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from marvin.display import listed
 from marvin.settings import Group
-from marvin.shards import Shard, shard_of
+from marvin.shards import Shard, is_sharded, shard_of
 
 __all__ = [
     "ParameterTable",
@@ -96,13 +96,19 @@ def count_known(param_groups: Sequence[Group], names: Mapping[Tensor, str]) -> i
         names: Of its parameters, in order.
 
     Raises:
-        ValueError: They hold fewer of them, in another order, or others between them.
+        ValueError: They hold fewer of them, in another order, or others between them; or parameters were sharded since.
     """
     found = [p for group in param_groups for p in group["params"]]
     if list(map(id, found[: len(names)])) == list(map(id, names)):
         ends = list(accumulate((len(group["params"]) for group in param_groups), initial=0))
         if len(names) in ends:
             return ends.index(len(names))
+    if any(map(is_sharded, found)) and not any(map(is_sharded, names)):
+        raise ValueError(
+            "parameters must be sharded before their optimizer is made, got DTensors in the place of "
+            f"{listed([*names.values()])}: call fully_shard, then make the optimizer; where a trainer shards "
+            "(Accelerate's FSDP2 plugin), take DistributedDataParallel there"
+        )
     there = {id(p) for p in found}
     if gone := [name for p, name in names.items() if id(p) not in there]:
         raise ValueError(

@@ -12,6 +12,7 @@ from fixedpoint_kernels import BlockFloat, FixedPoint
 from fixedpoint_kernels.rounding import Rounding
 from marvin.channels import ChannelFormat
 from marvin.rounding import Format
+from marvin.shards import is_sharded
 from marvin.straight_through import StraightThrough
 
 __all__ = ["ModuleFormats", "decode_formats", "encode_formats"]
@@ -80,12 +81,17 @@ def decode_formats(numbers: Tensor, name: str) -> ModuleFormats:
         name: Of the module, for the message.
 
     Raises:
-        ValueError: They are not whole: averaged, cast, never loaded, or on the meta device.
+        ValueError: They are not whole: averaged, cast, never loaded, on the meta device, or a DTensor.
     """
     if numbers.is_meta:
         raise ValueError(
             f"{name} must hold formats, got a tensor on the meta device, which has no values: write "
             'model.to_empty(device="cpu"), and load a state'
+        )
+    if is_sharded(numbers):
+        raise ValueError(
+            f"{name} must hold formats in a plain tensor, got a DTensor, as tensor parallelism (parallelize_module) "
+            "makes it, which is not supported: use fully_shard"
         )
     values = numbers.detach().cpu().numpy()
     if (

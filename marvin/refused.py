@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils import data
 
+from marvin.shards import is_sharded
+
 __all__ = [
     "check_batches",
     "check_dtypes",
@@ -17,6 +19,7 @@ __all__ = [
     "check_one_input",
     "check_params",
     "check_values",
+    "check_whole",
     "without_values",
 ]
 
@@ -53,6 +56,19 @@ def check_values(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if p.numel() > 1 and not any(p.stride()):
             raise without_values(name)
+
+
+def check_whole(model: nn.Module) -> None:
+    """Refuse a model whose parameters processes share, where a copy is to be made: torch makes none.
+
+    Raises:
+        ValueError: A parameter is sharded.
+    """
+    if any(map(is_sharded, model.parameters())):
+        raise ValueError(
+            "a model that is copied must have whole parameters, got sharded ones: call marvin.save_sharded, then "
+            "marvin.load_sharded into a model without fully_shard, in one process, and take that"
+        )
 
 
 def without_values(name: str) -> ValueError:

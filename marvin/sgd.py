@@ -41,7 +41,7 @@ class SGD(torch.optim.SGD):
                 self._move(masters, group)
 
     def _move(self, masters: list[Tensor], group: Group) -> None:
-        steps: Sequence[Tensor] = [p.grad for p in masters]
+        steps: list[Tensor] | tuple[Tensor, ...] = [p.grad for p in masters if p.grad is not None]
         if decay := group["weight_decay"]:
             if group["normalize_gradients"]:
                 foreach_add_(steps, masters, alpha=decay)

@@ -36,6 +36,7 @@ from marvin.integer.lone_run import forget
 from marvin.layers import computed_weights, is_layer, parameters_of, parametrisations_of
 from marvin.model_formats import ModuleFormats
 from marvin.refused import check_model
+from marvin.shards import is_sharded
 
 if TYPE_CHECKING:
     from fixedpoint_kernels.figure import Shown
@@ -340,14 +341,7 @@ def _why_not(module: nn.Module) -> str:
     if integer_class(type(module)) is not None:
         return "not converted"
     if not isinstance(module, (*CLASSES.values(), TransposedLinear)):
-        if is_converted(module):
-            return "forward_save.convert came first: revert it, call integer.convert, then again"
-        if computed := computed_weights(module):
-            return f"a parametrisation computes its {' and '.join(computed)}"
-        if any(module.children()) and type(module) not in _INSTEAD:
-            own = " and ".join(name for name, p in own_parameters(module) if is_layer(p))
-            return f"there is no integer product for its own {own}: put that into an nn.Linear, and call it"
-        return f"there is no integer product for {_named(type(module))}"
+        return _why_no_class(module)
     if any(t.is_meta for t in (*module.parameters(False), *module.buffers(False))):
         return "it is on the meta device, which has no values"
     formats = carried(module)[0]
@@ -361,3 +355,17 @@ def _why_not(module: nn.Module) -> str:
     if getattr(module, OPTIONS).execution == "simulation":
         return "the integer step is simulated"
     return why_no_kernel(_device(module), product.groups)
+
+
+def _why_no_class(module: nn.Module) -> str:
+    """Say why a module could not become one that multiplies integers."""
+    if is_converted(module):
+        return "forward_save.convert came first: revert it, call integer.convert, then again"
+    if any(map(is_sharded, module.parameters(recurse=False))):
+        return "its parameters are sharded: call integer.convert before fully_shard"
+    if computed := computed_weights(module):
+        return f"a parametrisation computes its {' and '.join(computed)}"
+    if any(module.children()) and type(module) not in _INSTEAD:
+        own = " and ".join(name for name, p in own_parameters(module) if is_layer(p))
+        return f"there is no integer product for its own {own}: put that into an nn.Linear, and call it"
+    return f"there is no integer product for {_named(type(module))}"

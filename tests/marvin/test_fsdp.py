@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import marvin
 
@@ -102,14 +105,50 @@ def test_some_parameters_may_be_left_whole(one_process, settings):
     assert optimizers[0].formats() == optimizers[1].formats()
 
 
+def test_a_model_that_is_sharded_after_its_optimizer_was_made_is_refused(one_process):
+    model = fsdp.make_model()
+    optimizer = fsdp.msgd(model)
+    fully_shard(model)
+    optimizer.param_groups[0]["params"] = [*model.parameters()]  # as Accelerate does
+    with pytest.raises(ValueError, match=r"must be sharded before .* in the place of 0\.weight"):
+        optimizer.step()
+
+
+def test_a_sharded_model_is_not_copied(one_process):
+    model = fully_shard(fsdp.make_model())
+    marvin.prepare(model)
+    calls = marvin.freeze, marvin.spell_attention, lambda m: marvin.calibrate(m, [torch.ones(2, 3)])
+    for call in calls:
+        with pytest.raises(ValueError, match="must have whole parameters, got sharded ones: call"):
+            call(model)
+
+
+def test_formats_in_a_dtensor_are_refused(one_process):
+    model = nn.Sequential(nn.Linear(4, 4))
+    marvin.prepare(model)
+    parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+    with pytest.raises(ValueError, match="got a DTensor, as tensor parallelism"):
+        model(torch.ones(1, 4))
+
+
+def test_the_report_says_that_layers_are_sharded(one_process):
+    model = nn.Sequential(nn.Linear(4, 4))
+    marvin.prepare(model)
+    fully_shard(model[0])
+    (row,) = marvin.integer.convert(model).rows
+    assert row.reason == "its parameters are sharded: call integer.convert before fully_shard"
+
+
 def test_a_state_whose_formats_would_be_dropped_is_refused():
     model = fsdp.make_model()
     optimizer = fsdp.msgd(model)
-    with pytest.raises(RuntimeError, match="it would drop the formats; write marvin.save_sharded"):
+    with pytest.raises(
+        RuntimeError, match=r"it would drop the formats; write marvin\.save_sharded"
+    ):
         get_optimizer_state_dict(model, optimizer)
     saved = optimizer.state_dict()
     dropped = {name: saved[name] for name in ("state", "param_groups")}  # as it was saved before
-    with pytest.raises(ValueError, match="without the formats: torch.distributed.checkpoint"):
+    with pytest.raises(ValueError, match=r"without the formats: torch\.distributed\.checkpoint"):
         optimizer.load_state_dict(dropped)
 
 
