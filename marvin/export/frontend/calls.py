@@ -10,10 +10,9 @@ from torch import Tensor, fx
 
 from fixedpoint_kernels import FixedPoint, quantize
 from marvin.attention import attention_weights, padded_attention
-from marvin.export.execute.simulate import apply
 from marvin.export.frontend.builder import Builder, Whole
 from marvin.export.frontend.call import Call
-from marvin.export.frontend.layers import average, reshape
+from marvin.export.frontend.layers import average, reshape, rounded
 from marvin.export.frontend.masks import COMPARISONS, add_mask, seen_columns
 from marvin.export.frontend.sizes import CUTS
 from marvin.export.frontend.transformers import (
@@ -25,7 +24,7 @@ from marvin.export.frontend.transformers import (
 )
 from marvin.export.graph.formats import exact_format
 from marvin.export.graph.functions import Mul
-from marvin.export.graph.nodes import Add, Affine, Flatten, Round
+from marvin.export.graph.nodes import Add, Affine, Flatten
 from marvin.export.graph.views import Concat, Slice, Transpose
 from marvin.export.passes.batch_norm import nearest, scales
 from marvin.kinds import called
@@ -188,8 +187,7 @@ def round_values(x: Tensor, wl: int, fl: int, symmetric: bool, signed: bool) -> 
 
 def _round(builder: Builder, call: Call) -> str:
     fmt = FixedPoint(*call.args[1:])
-    result = builder.round(call.name, call.value(call.args[0]), fmt)
-    builder.whole = lambda inputs: (apply(Round("", (), fmt), inputs[0]), inputs[0] * 0)
+    result = rounded(builder, call.name, call.value(call.args[0]), fmt)
     builder.memory.new(call.node, result)
     return result
 

@@ -12,6 +12,7 @@ from fixedpoint_kernels import FixedPoint
 from fixedpoint_kernels.sides import for_each_side
 from marvin.channels import ChannelFormat
 from marvin.export.errors import ExportError, fixed_point
+from marvin.export.execute.simulate import apply
 from marvin.export.frontend.builder import Builder, Pending
 from marvin.export.graph.bounds import shape_of
 from marvin.export.graph.formats import codes_of
@@ -24,13 +25,15 @@ from marvin.export.graph.nodes import (
     MaxPool,
     Pair,
     Relu,
+    Round,
     Weighted,
 )
 from marvin.export.graph.views import Pad, Reshape, Transpose
 from marvin.export.passes.batch_norm import fixed_norm, spare_of
 from marvin.export.passes.biases import float_bias, spare_bits
+from marvin.quantizer import Quantizer
 
-__all__ = ["MODULES", "SAME", "average", "reshape"]
+__all__ = ["MODULES", "SAME", "average", "reshape", "rounded"]
 
 # which give back the tensor they take
 SAME = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
@@ -372,6 +375,27 @@ def _nothing(_builder: Builder, _name: str, _module: str, _m: nn.Module, source:
     return source
 
 
+def _quantizer(builder: Builder, name: str, _key: str, m: Quantizer, source: str) -> str:
+    """Add the rounding that a quantizer is; nothing where it rounds the gradient alone."""
+    fmt = m.forward_format
+    if fmt is None:
+        return source
+    if not isinstance(fmt, FixedPoint) or m.forward_rounding != "nearest":
+        raise ExportError(
+            f"{name}: a Quantizer must round to a FixedPoint, to nearest, to be exported, got {fmt}, "
+            f'{m.forward_rounding}: write marvin.Quantizer(FixedPoint(8, 4), forward_rounding="nearest"), '
+            "or take it out and call marvin.calibrate"
+        )
+    return rounded(builder, name, source, fmt)
+
+
+def rounded(builder: Builder, name: str, source: str, fmt: FixedPoint) -> str:
+    """Add a rounding that the model itself does; return the name of its result."""
+    result = builder.round(name, source, fmt)
+    builder.whole = lambda inputs: (apply(Round("", (), fmt), inputs[0]), inputs[0] * 0)
+    return result
+
+
 MODULES: dict[type[nn.Module], Callable[..., str]] = {
     nn.Conv1d: _conv,
     nn.Conv2d: _conv,
@@ -394,5 +418,6 @@ MODULES: dict[type[nn.Module], Callable[..., str]] = {
     nn.ConstantPad3d: _zeros_around,
     nn.Flatten: _flatten,
     nn.Unflatten: _unflatten,
+    Quantizer: _quantizer,
     **dict.fromkeys(SAME, _nothing),
 }

@@ -41,6 +41,7 @@ from marvin.integer.conversion import revert
 from marvin.integer.layers import CLASSES, integer_class, stock_class
 from marvin.integer.surroundings import Surroundings
 from marvin.kinds import called
+from marvin.quantizer import Quantizer
 from marvin.refused import check_model
 from marvin.rounding import Format
 from marvin.tracing import Tracer
@@ -329,6 +330,10 @@ class _Tracer(Tracer):
         result = super().call_module(m, forward, inputs, options, **kwargs)
         return self._round(result, formats.output)
 
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Say whether a module is one layer: torch's are, and what rounds by itself."""
+        return isinstance(m, Quantizer) or super().is_leaf_module(m, module_qualified_name)
+
     def create_proxy(self, *args: Any, **kwargs: Any) -> Any:
         """Add a node; what cuts a tensor gives a tuple of its parts, as in torch."""
         found: Any = super().create_proxy(*args, **kwargs)
@@ -490,7 +495,7 @@ def _layer(builder: Builder, node: fx.Node, name: str, module: nn.Module, key: s
         builder.memory.new(node, result)
     given = {
         "exact": exact(module) if kind in ACTIVATIONS else None,
-        "whole": exact_rows(module) if kind in ROWS else None,
+        "whole": exact_rows(module) if kind in ROWS else builder.whole,
     }
     return _step(builder, name, (source,), result, before, input_fmt=rounds, **given)
 

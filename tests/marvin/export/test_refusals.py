@@ -9,8 +9,10 @@ import torch
 from torch import fx, nn
 
 import marvin
+from fixedpoint_kernels import FixedPoint, Minifloat
 from marvin import export
 from marvin.export import ExportError, c, describe, integer, onnx, packed, qonnx
+from marvin.export.graph.nodes import Round
 
 X = torch.linspace(-2, 2, 96).reshape(4, 1, 4, 6)
 
@@ -49,6 +51,28 @@ def test_what_drops_nothing_in_eval_mode_is_left_out():
     trains = fixed(lambda m, y: stochastic_depth(y, 0.5, "row"))
     with pytest.raises(ExportError, match="stochastic_depth"):
         describe(trains, X)
+
+
+def test_quantizers_are_the_roundings_that_they_are():
+    torch.manual_seed(0)
+    x, fmt = torch.randn(20, 8), FixedPoint(5, 3)
+    there = marvin.Quantizer(fmt, forward_rounding="nearest")
+    layers = there, nn.Linear(8, 4, bias=False), there, nn.ReLU(), marvin.Quantizer(None, fmt)
+    model = marvin.calibrate(nn.Sequential(*layers).eval(), [x])
+    network = describe(model, x)
+    rounds = [op for op in network.operations if isinstance(op, Round)]
+    assert [op.fmt for op in rounds] == [fmt, fmt]
+    with torch.no_grad():
+        torch.testing.assert_close(integer.run(network, x).float(), model(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "rounding"), [(FixedPoint(8, 4), "stochastic"), (Minifloat(5, 2), "nearest")]
+)
+def test_quantizers_that_are_no_rounding_of_integers_are_named(fmt, rounding):
+    own = nn.Sequential(fixed().conv, marvin.Quantizer(fmt, forward_rounding=rounding))
+    with pytest.raises(ExportError, match="1: a Quantizer must round to a FixedPoint, to nearest"):
+        describe(own, X)
 
 
 class Pair(NamedTuple):

@@ -211,13 +211,13 @@ def orders(network: Network) -> dict[str, np.ndarray]:
     while len(found) > before:
         before = len(found)
         for names in together:
-            first, *others = [found[name] for name in names if name in found] or [None]
-            if any(not np.array_equal(first, other) for other in others):
+            known = [found[name] for name in names if name in found]
+            if any(not np.array_equal(known[0], other) for other in known[1:]):
                 raise ExportError(
                     f"{names[0]}: hls4ml has flattened images of other shapes in other orders: a sum of both is "
                     "not written: export it to c, onnx or packed"
                 )
-            found |= dict.fromkeys(names, first) if first is not None else {}
+            found |= dict.fromkeys(names, known[0]) if known else {}
     return found
 
 
