@@ -10,16 +10,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fixedpoint_kernels._torch_private.modes import is_checkpointed, is_recomputed
+from fixedpoint_kernels._torch_private.modules import in_place_of, own_parameters
 from fixedpoint_kernels._torch_private.tensors import tree_flatten, tree_unflatten, version_of
 
-__all__ = ["Buffers", "Checkpointed", "blocks", "copied_buffers"]
+__all__ = ["Checkpointed", "Found", "blocks", "copied_buffers"]
 
 
 class Checkpointed(nn.Module):
     """Goes before the class of a block: gradients, statistics and random numbers are torch's own.
 
-    torch's checkpoint runs a block a second time with all it does; here the second run finds the
-    buffers as the first did, and writes to copies, so that running statistics move once a step.
+    torch's checkpoint runs a block a second time with all it does; here the second run finds parameters
+    and buffers as the first did, and writes to copies of buffers, so that running statistics move once a step.
     """
 
     def __init_subclass__(cls, **named: Any):
@@ -66,21 +67,23 @@ def _run(module: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> 
     for i in at:
         leaves[i] = None
 
-    buffers = Buffers(module)
+    found = Found(module)
 
     def again(*tensors: Tensor) -> Any:
         filled = list(leaves)
         for i, tensor in zip(at, tensors, strict=True):
             filled[i] = tensor
         args, kwargs = tree_unflatten(filled, shape)
-        with buffers.of_run(is_again=is_recomputed()):
+        with found.of_run(is_again=is_recomputed()):
             return own(*args, **kwargs)
 
     return checkpoint(again, *tensors, use_reentrant=False)
 
 
-class Buffers:
-    """The buffers of a block that runs more than once, each time as if for the first time.
+class Found:
+    """Parameters and buffers of a block that runs more than once, each time as if for the first time.
+
+    After ``functional_call`` a model has its own tensors again when the pass backward comes.
 
     Args:
         module: The block, before its first run.
@@ -88,24 +91,42 @@ class Buffers:
 
     def __init__(self, module: nn.Module):
         self._module = module
-        self._moved: list[_Buffer] = []  # those that the first run wrote to
+        # that the first run found; of buffers it wrote to, copies come behind
+        self._buffers: list[_Buffer] = []
+        self._parameters: list[tuple[nn.Module, dict[str, nn.Parameter]]] = []
 
     @contextmanager
     def of_run(self, *, is_again: bool) -> Iterator[None]:
-        """Surround a run: the first writes to the buffers, others write to copies of what it found."""
+        """Surround a run: the first writes to the buffers, others have its parameters and write to copies of buffers."""
         if is_again:
-            with copied_buffers(self._module, self._moved):
+            with (
+                in_place_of(self._module, self._others()),
+                copied_buffers(self._module, self._buffers),
+            ):
                 yield
             return
+        self._parameters = [(part, dict(own_parameters(part))) for part in self._module.modules()]
         found = _buffers(self._module)
         copies = _copies(b.tensor for b in found)
         versions = [version_of(b.tensor) for b in found]
         yield
-        self._moved = [
+        self._buffers = found + [
             b._replace(tensor=copies[id(b.tensor)])
             for b, version in zip(found, versions, strict=True)
             if getattr(b.module, b.name, None) is not b.tensor or version_of(b.tensor) != version
         ]
+
+    def _others(self) -> dict[Tensor, Tensor]:
+        """Return the parameters of the first run by those that are in their place now.
+
+        Where FSDP has gathered a parameter or let it go since, its own hooks see to it.
+        """
+        return {
+            now: first[name]
+            for part, first in self._parameters
+            for name, now in own_parameters(part)
+            if name in first and first[name] is not now and type(first[name].data) is type(now.data)
+        }
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from fixedpoint_kernels._torch_private.modules import ConvolutionHook, in_place_of, padding_around
 from fixedpoint_kernels._torch_private.tensors import base_of
 from fixedpoint_kernels.forward_save import maps, recompute, scope
-from fixedpoint_kernels.forward_save.checkpoint import Buffers
+from fixedpoint_kernels.forward_save.checkpoint import Found
 from fixedpoint_kernels.forward_save.settings import Division
 from fixedpoint_kernels.once import once_differentiable
 
@@ -162,12 +162,12 @@ class Recomputed(Divided):
         if len(args) != 1 or kwargs or not self._keeps(args[0]):
             return self._own(own, *args, **kwargs)
         parameters = [p for p in self.parameters() if p.requires_grad]
-        buffers = Buffers(self)  # running statistics move in the first run alone
+        found = Found(self)  # running statistics move in the first run alone
 
         def run(x: Tensor, *given: Tensor) -> Tensor:
             is_again = torch.is_grad_enabled()
             others = dict(zip(parameters, given, strict=True))
-            with scope.paused(), in_place_of(self, others), buffers.of_run(is_again=is_again):
+            with scope.paused(), found.of_run(is_again=is_again), in_place_of(self, others):
                 return own(x)
 
         return recompute.again(run, [args[0], *parameters], self._pack, is_random=False)

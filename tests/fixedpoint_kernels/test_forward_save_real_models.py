@@ -160,6 +160,19 @@ def entries(monkeypatch):
 
 
 @pytest.mark.usefixtures("entries")
+def test_a_class_that_runs_again_has_the_tensors_of_a_functional_call():
+    forward_save.register(Standardised, "recompute")
+    model, other = (nn.Sequential(Standardised(16, 16)) for _ in range(2))
+    x, given = torch.randn(256, 16), dict(other.named_parameters())
+    want = torch.autograd.grad(other(x).square().sum(), [*given.values()])
+    forward_save.convert(model, division={"bits": 8})
+    y = torch.func.functional_call(model, given, (x,))
+    got = torch.autograd.grad(y.square().sum(), [*given.values()])
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).norm() < 0.02 * b.norm()  # 8 bits
+
+
+@pytest.mark.usefixtures("entries")
 def test_classes_of_ones_own():
     here = __name__
     forward_save.register(Cubic, "activation")

@@ -101,6 +101,27 @@ def test_gradients_statistics_and_random_numbers_are_torchs(model, x):
         torch.testing.assert_close(step(model, x), step(exact, x), rtol=0, atol=0)
 
 
+def test_blocks_run_again_with_the_tensors_of_a_functional_call(model, x):
+    exact = copy.deepcopy(model)
+    for own in (model, exact):
+        for block in own.blocks:
+            block.register_buffer("by", torch.ones(64))
+            block.second.register_forward_hook(lambda layer, args, y, block=block: y * block.by)
+    forward_save.convert(model, plan=plan_again(model, x, "blocks.0", "blocks.2"))
+    found = []
+    for own in (model, exact):
+        torch.manual_seed(7)
+        given = {name: (p.detach() / -2).requires_grad_() for name, p in own.named_parameters()}
+        given |= {f"blocks.{i}.by": torch.full((64,), 3.0) for i in range(3)}
+        before = [*own.parameters(), *own.buffers()]
+        torch.func.functional_call(own, given, (x,)).square().sum().backward()
+        after = [*own.parameters(), *own.buffers()]
+        assert all(a is b for a, b in zip(before, after, strict=True))
+        assert all(p.grad is None for p in own.parameters())
+        found.append([p.grad for p in given.values()])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def test_a_block_keeps_its_inputs_alone(model, x):
     # a block keeps x, norm's input and statistics, GELU's input, dropout's mask, second's input,
     # scale, and what relu gives: which is the next block's x
