@@ -92,8 +92,8 @@ class Found:
     def __init__(self, module: nn.Module):
         self._module = module
         # that the first run found; of buffers it wrote to, copies come behind
-        self._buffers: list[_Buffer] = []
-        self._parameters: list[tuple[nn.Module, dict[str, nn.Parameter]]] = []
+        self._first_buffers: list[_Buffer] = []
+        self._first_parameters: list[tuple[nn.Module, dict[str, nn.Parameter]]] = []
 
     @contextmanager
     def of_run(self, *, is_again: bool) -> Iterator[None]:
@@ -101,16 +101,18 @@ class Found:
         if is_again:
             with (
                 in_place_of(self._module, self._others()),
-                copied_buffers(self._module, self._buffers),
+                copied_buffers(self._module, self._first_buffers),
             ):
                 yield
             return
-        self._parameters = [(part, dict(own_parameters(part))) for part in self._module.modules()]
+        self._first_parameters = [
+            (part, dict(own_parameters(part))) for part in self._module.modules()
+        ]
         found = _buffers(self._module)
         copies = _copies(b.tensor for b in found)
         versions = [version_of(b.tensor) for b in found]
         yield
-        self._buffers = found + [
+        self._first_buffers = found + [
             b._replace(tensor=copies[id(b.tensor)])
             for b, version in zip(found, versions, strict=True)
             if getattr(b.module, b.name, None) is not b.tensor or version_of(b.tensor) != version
@@ -123,7 +125,7 @@ class Found:
         """
         return {
             now: first[name]
-            for part, first in self._parameters
+            for part, first in self._first_parameters
             for name, now in own_parameters(part)
             if name in first and first[name] is not now and type(first[name].data) is type(now.data)
         }

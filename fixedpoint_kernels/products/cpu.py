@@ -472,7 +472,8 @@ def _steps_in_int16(x: Tensor, other: Tensor, path: str) -> int:
     if path != "avx2":
         return 0
     low, high = (int(code) for code in other.aminmax())
-    largest = max(0, int(x.max())) + 128 * (x.dtype is torch.int8)  # the border is 0
+    highest = int(x.max()) if x.numel() else 0  # as the border is
+    largest = max(0, highest) + 128 * (x.dtype is torch.int8)
     return shapes.steps_of_codes(largest, max(-low, high))
 
 

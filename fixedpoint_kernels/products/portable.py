@@ -32,7 +32,7 @@ def convolve(  # noqa: PLR0913
     for inputs, rows in zip(columns, weight.flatten(1).chunk(window.groups), strict=True):
         flat = inputs.transpose(1, 2).flatten(0, 1)  # (n * positions, c * r * s)
         parts.append(MULTIPLY[path](flat, rows.mT))
-    sums = torch.cat(parts, 1).view(len(x), *size, -1).permute(0, 3, 1, 2)
+    sums = torch.cat(parts, 1).view(len(x), *size, len(weight)).permute(0, 3, 1, 2)
     return reference.finish(sums, exponents, 1, dtype), (
         reference.sum_up(sums) if statistics else None
     )
@@ -49,10 +49,11 @@ def input_gradient(  # noqa: PLR0913
 ) -> Tensor:
     """See ``fixedpoint_kernels.products.convolve_input_gradient``."""
     parts, (stride, padding, dilation, groups) = [], window
+    positions = grad.shape[2] * grad.shape[3]
     weights = weight.flatten(1).chunk(groups)
     for rows, part in zip(grad.permute(0, 2, 3, 1).chunk(groups, 3), weights, strict=True):
         columns = MULTIPLY[path](rows.flatten(0, 2), part)  # (n * positions, c * r * s)
-        columns = columns.view(len(grad), -1, part.shape[1]).transpose(1, 2).double()
+        columns = columns.view(len(grad), positions, part.shape[1]).mT.double()
         kernel = weight.shape[2:]
         parts.append(
             F.fold(columns, size, kernel, dilation, padding, stride)
@@ -97,7 +98,9 @@ def weight_gradient(
 def _columns(x: Tensor, kernel: tuple[int, int], window: Window) -> tuple[Tensor, ...]:
     """Return (n, c / groups * r * s, positions) for each group."""
     stride, padding, dilation, groups = window
-    columns = F.unfold(x.float(), kernel, dilation, padding, stride).to(x.dtype)
+    down, across = padding  # of which unfold takes no images alone
+    padded = F.pad(x, (across, across, down, down)).float()
+    columns = F.unfold(padded, kernel, dilation, stride=stride).to(x.dtype)
     return columns.chunk(groups, 1)
 
 

@@ -678,16 +678,25 @@ def test_one_exponent_ends_where_float32_does(path, far, end):
     torch.testing.assert_close(own, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("path", HERE)
 @pytest.mark.parametrize("shape", [(0, 4, 5, 5), (2, 4, 5, 5)])
-def test_empty_batches(shape):
+def test_empty_batches(shape, path):
     x, weight = codes(*shape)[:0], codes(3, 4, 3, 3)
-    assert products.convolve(x, weight).shape == (0, 3, 3, 3)
-    grad = codes(0, 3, 3, 3)
-    assert products.convolve_input_gradient(grad, weight, (5, 5)).shape == (0, 4, 5, 5)
-    exponents = torch.zeros(0, dtype=torch.int32)
-    own = products.convolve_weight_gradient(x, grad, (3, 3), exponents=exponents)
-    assert torch.equal(own, torch.zeros(3, 4, 3, 3))
-    assert not products.convolve_weight_gradient(x, grad, (3, 3)).any()
+    grad, exponents = codes(0, 3, 3, 3), torch.zeros(0, dtype=torch.int32)
+    with products.force(path):
+        assert products.convolve(x, weight).shape == (0, 3, 3, 3)
+        assert products.convolve_input_gradient(grad, weight, (5, 5)).shape == (0, 4, 5, 5)
+        own = products.convolve_weight_gradient(x, grad, (3, 3), exponents=exponents)
+        assert torch.equal(own, torch.zeros(3, 4, 3, 3))
+        assert not products.convolve_weight_gradient(x, grad, (3, 3)).any()
+
+
+@pytest.mark.parametrize("path", HERE)
+def test_images_of_padding_alone(path):
+    x, weight = codes(2, 4, 0, 5), codes(3, 4, 3, 3)
+    with products.force(path):
+        y = products.convolve(x, weight, padding=2)
+    assert torch.equal(y, torch.zeros(2, 3, 2, 7, dtype=torch.int32))
 
 
 SCRIPT = """
