@@ -588,7 +588,12 @@ class _CompactLayer(Layer):
     @property
     def master(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The float32 weight."""
-        return master_of(vars(self)["master"])
+        own = vars(self)["master"]
+        return own if isinstance(own, Tensor) else master_of(own)
+
+    @master.setter
+    def master(self, value: Tensor) -> None:
+        vars(self)["master"] = value  # ``dataclasses.replace`` brings what it has read
 
 
 def _layer_of(layer: Layer, own: StateDict) -> Layer:

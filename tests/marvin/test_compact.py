@@ -1,6 +1,7 @@
 """Optimizers whose state is compact: steps, states, resuming, and what stays as it was."""
 
 import copy
+import dataclasses
 import io
 import pickle
 
@@ -409,6 +410,29 @@ def test_a_policy_sees_windows_that_are_not_rounded():
     same(measured, updated)
     noise = compact.Noise(Key(0, stream(Purpose.STATES, 3, 1)))
     same(windows(optimizer), [reference.encode(wanted, "signed", noise)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Replacing(marvin.StaticPolicy):
+    """Makes layers by ``dataclasses.replace``, as policies of one's own do."""
+
+    def update(self, shared, layers, step):
+        others = [dataclasses.replace(layer, record=layer.record) for layer in layers]
+        for layer, other in zip(layers, others, strict=True):
+            same(other.master, layer.master)
+            assert type(layer.but(norm=1.0).master) is torch.Tensor
+        return super().update(shared, others, step)
+
+
+def test_a_policy_may_replace_fields_of_layers():
+    found = []
+    for policy in (STATIC, Replacing(window=3)):
+        net = model()
+        sgd = torch.optim.SGD(net.parameters(), **SGD)
+        optimizer = marvin.Quantized(sgd, policy, compact_state=True)
+        train(net, optimizer, range(4))
+        found.append(facts(net, optimizer))
+    same(*found)
 
 
 def test_a_step_decodes_no_window(monkeypatch):
