@@ -21,6 +21,7 @@ from marvin.refused import check_dtypes
 from marvin.rounder import ForwardState
 from marvin.settings import OPTIONS, Group, check_settings, misspelt
 from marvin.shards import is_sharded, local, locals_of
+from marvin.turns import in_turn
 from marvin.warned import warn_user
 from marvin.watched import WatchesWeights
 from marvin.wrappers import for_wrappers
@@ -44,16 +45,22 @@ class FollowsGroups(WatchesWeights):
         return self._carriers.gone
 
     @left_uncompiled
+    @in_turn
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters to both optimizers, and quantise them.
 
         A call that is refused or interrupted changes nothing.
 
         Raises:
-            RuntimeError: The wrapped optimizer got other groups of its own.
+            RuntimeError: The wrapped optimizer got other groups of its own, or a handler of signals or a hook
+                calls this inside of ``step``.
             TypeError: A parameter is not float32, bfloat16 or float16, or the policy gives no record.
             ValueError: A setting is out of range, or is read from the first group and differs from it.
         """
+        self._add(param_group)
+
+    def _add(self, param_group: Group) -> None:
+        """See ``add_param_group``."""
         self._check_groups(param_group)
         own, wrapped = self.param_groups, self.optimizer.param_groups
         counts = len(own), len(wrapped)
@@ -164,7 +171,7 @@ class FollowsGroups(WatchesWeights):
         self._layout, self._plans = layout, Plans()
         try:
             for group in new:
-                self.add_param_group(group)
+                self._add(group)
         except (TypeError, ValueError):  # it is refused again at the next step
             self.param_groups = groups
             raise

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -134,6 +135,7 @@ class WithMasters(Optimizer):
     _marks: dict[int, Mark | None]  # of weights, as they were last written, by position
     _plans: Plans
     _is_made = True  # but while it is
+    _turn: RLock  # of who changes it, or reads its state; see ``marvin.turns``
     _lent: Sequence[list[Tensor]] = ()  # parameters of the groups, while these hold masters
     stored: tuple[Stored, ...] = ()  # have the weights' values between two steps
     _claims: int  # of all optimizers, when this one's parameters were last known to be its own

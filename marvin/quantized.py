@@ -5,6 +5,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import takewhile
+from threading import RLock
 from typing import Literal
 
 import torch
@@ -43,6 +44,7 @@ from marvin.rounder import ForwardState, Samples
 from marvin.saved import SavesState
 from marvin.sgd import keep_momenta, moves_of
 from marvin.shards import Shard, laid_as, local
+from marvin.turns import in_turn
 from marvin.warned import warn_user
 from marvin.wrappers import for_wrappers, unwrapped
 
@@ -186,7 +188,7 @@ class Quantized(SavesState, AskedByScaler):
         self.forward_state = ForwardState(seed, rules.activation_rounding)
         self._counts, self._carriers = Counts(), Carriers()
         self._masters, self._marks, self._plans = {}, {}, Plans()
-        self._is_made = False
+        self._is_made, self._turn = False, RLock()
         super().__init__(optimizer.param_groups, {**optimizer.defaults, **options})
         del self._is_made
         self._check_changed()
@@ -253,14 +255,7 @@ class Quantized(SavesState, AskedByScaler):
                 have other parameters; or the wrapped optimizer needs a closure, or a setting of a group was
                 changed to one that is out of range.
         """
-        self._take_back()
-        check_step(closure)
-        self._check_groups()
-        check_mode(self.optimizer)
-        self._check_state()
-        check_dtypes(self._layout.names, type(self).__name__)  # model.double() may have come since
-        self._check_owner()
-        processes = self._find_processes()
+        processes = self._ready(closure)
         if closure is not None:
             with torch.enable_grad():
                 found = closure()
@@ -268,6 +263,23 @@ class Quantized(SavesState, AskedByScaler):
             for own in self.stored:  # whose values the forward pass took away
                 own.restore()
         check_loss(loss)
+        return self._do_step(loss, processes)
+
+    @in_turn
+    def _ready(self, closure: object) -> Processes:
+        """Refuse a step that cannot be done; return the processes that train together."""
+        self._take_back()
+        check_step(closure)
+        self._check_groups()
+        check_mode(self.optimizer)
+        self._check_state()
+        check_dtypes(self._layout.names, type(self).__name__)  # model.double() may have come since
+        self._check_owner()
+        return self._find_processes()
+
+    @in_turn
+    def _do_step(self, loss: float | Tensor | None, processes: Processes) -> float | Tensor | None:
+        """Do one update where gradients and loss are there; see ``step``."""
         self._name_modules(processes)
         looks = self._counts.step == 1 or self._counts.step % _LOOK == _LOOK - 1
         if looks:
@@ -327,6 +339,7 @@ class Quantized(SavesState, AskedByScaler):
 
     @left_uncompiled
     @torch.no_grad()
+    @in_turn
     def end_epoch(self) -> None:
         """Tell the policy that an epoch is over.
 
@@ -397,6 +410,7 @@ class Quantized(SavesState, AskedByScaler):
         """
         self._switch("eval")
 
+    @in_turn
     def _switch(self, mode: Literal["train", "eval"]) -> None:
         """Let the wrapped optimizer change the masters, and write the weights with the noise that they had."""
         switch = getattr(type(self.optimizer), mode, None)

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from threading import RLock
 
 import torch
 from torch.optim.optimizer import StateDict
@@ -20,6 +21,7 @@ from marvin.policies.base import Policy
 from marvin.policies.trace import Switch
 from marvin.refused import check_dtypes
 from marvin.shards import local, locals_of
+from marvin.turns import in_turn
 from marvin.wrappers import for_wrappers
 
 __all__ = ["SavesState"]
@@ -35,14 +37,16 @@ class SavesState(FollowsGroups):
     _own_step: OwnStep
 
     @left_uncompiled
+    @in_turn
     def state_dict(self) -> StateDict:
         """Return everything that decides the future, and the trace, as plain values.
 
-        ``"optimizer"`` is the wrapped one's state.
+        ``"optimizer"`` is the wrapped one's state. Another thread that calls this waits for the end of a step.
 
         Raises:
-            RuntimeError: The wrapped optimizer got parameter groups of its own, or ``state`` lost masters; or
-                ``torch.distributed.checkpoint.state_dict`` asks, which would drop the formats.
+            RuntimeError: The wrapped optimizer got parameter groups of its own; ``state`` lost masters; a handler of
+                signals or a hook calls this inside of ``step``; or ``torch.distributed.checkpoint.state_dict``
+                asks, which would drop the formats.
             TypeError: A setting of groups that were put in place of others must be a number, and is none.
             ValueError: A parameter has got another shape, or groups have other parameters.
         """
@@ -74,6 +78,7 @@ class SavesState(FollowsGroups):
 
     @left_uncompiled
     @torch.no_grad()
+    @in_turn
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a state, its policy's hyper-parameters included.
 
@@ -89,7 +94,8 @@ class SavesState(FollowsGroups):
         that their weights are copied while it loads.
 
         Raises:
-            RuntimeError: The wrapped optimizer got parameter groups of its own.
+            RuntimeError: The wrapped optimizer got parameter groups of its own, or a handler of signals or a
+                hook calls this inside of ``step``.
             TypeError: The model was made float64.
             ValueError: ``state_dict`` is not of this kind, policy or wrapped optimizer, lacks a key, has a
                 value of another kind, or its parameters differ.
@@ -188,6 +194,8 @@ class SavesState(FollowsGroups):
         self._layout, self._plans = layout_of(self.param_groups), Plans()
         self._claim()
         self._own_step = guard_step(self, self.optimizer)
+        if "_turn" not in vars(self):  # of copies
+            self._turn = RLock()
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of the state of each parameter, by name, as this process holds it.

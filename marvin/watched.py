@@ -17,6 +17,7 @@ from marvin.masters import WithMasters, pieces
 from marvin.noise import Purpose
 from marvin.rounder import FLOATS
 from marvin.shards import local, locals_of
+from marvin.turns import in_turn
 from marvin.warned import warn_user
 from marvin.wrappers import for_wrappers
 
@@ -46,6 +47,7 @@ class WatchesWeights(WithMasters):
 
     @left_uncompiled
     @torch.no_grad()
+    @in_turn
     def adopt_weights(self) -> None:
         """Take the model's weights as the new masters, and quantise the model again.
 
@@ -54,6 +56,7 @@ class WatchesWeights(WithMasters):
 
         Raises:
             FloatingPointError: A weight is not finite; nothing was changed.
+            RuntimeError: A handler of signals or a hook calls this inside of ``step``.
             ValueError: A weight has got another shape.
         """
         self._check_shapes()
@@ -89,7 +92,7 @@ class WatchesWeights(WithMasters):
             return
         found = []
         largest = [vector_norm(master_of(own), float("inf")) for _, own, _ in rows]
-        for (p, own, fmt), most in zip(rows, torch.stack(largest).tolist(), strict=True):
+        for (p, own, fmt), most in zip(rows, on_host(largest), strict=True):
             name, reach = self._layout.names[p], 2.0**fmt.il
             if most < 2 * reach or name in self._runaways:
                 continue

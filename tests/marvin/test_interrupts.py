@@ -2,7 +2,10 @@
 
 import copy
 import dataclasses
+import pickle
+import signal
 import sys
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -289,3 +292,99 @@ def test_an_interrupt_at_the_end_of_an_epoch_leaves_formats_and_rates_of_one_epo
             assert torch.equal(own, other)
         for run in runs:
             step_on(*run, 1)
+
+
+def trained(optimizer_of, ask):
+    """Train, and call ``ask(optimizer)`` in each step of the wrapped optimizer; return weights and optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = optimizer_of(model)
+    marvin.quantize_activations(model, optimizer)
+    optimizer.optimizer.register_step_pre_hook(lambda *_: ask(optimizer))
+    for x in torch.randn(6, 16, 8, generator=torch.Generator().manual_seed(1)):
+        optimizer.zero_grad()
+        loss = (model(x) - x[:, :3]).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss)
+    return [p.detach().clone() for p in model.parameters()], optimizer
+
+
+def adamw(model):
+    return marvin.Quantized(
+        torch.optim.AdamW(model.named_parameters(), lr=1e-2), marvin.StaticPolicy(6, 6)
+    )
+
+
+def sgd(model):
+    wrapped = torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.9, foreach=True)
+    return marvin.Quantized(wrapped, marvin.MuppetPolicy(), compact_state=True)
+
+
+@pytest.mark.parametrize("optimizer_of", [adamw, sgd])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda optimizer: optimizer.state_dict(),
+        lambda optimizer: optimizer.load_state_dict({}),
+        lambda optimizer: optimizer.add_param_group({"params": []}),
+        lambda optimizer: optimizer.step(),
+        lambda optimizer: optimizer.end_epoch(),
+        lambda optimizer: optimizer.adopt_weights(),
+    ],
+)
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no such signals on this system")
+def test_a_handler_that_asks_inside_of_a_step_is_refused_and_harms_nothing(optimizer_of, call):
+    refused = []
+
+    def ask(optimizer):
+        def handler(*_):
+            with pytest.raises(RuntimeError, match=r"between two steps, .* set a flag") as error:
+                call(optimizer)
+            refused.append(error)
+
+        before = signal.signal(signal.SIGUSR1, handler)
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+
+    weights, optimizer = trained(optimizer_of, ask)
+    assert len(refused) == 6
+    for own, other in zip(weights, trained(optimizer_of, lambda _: None)[0], strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=0)
+    optimizer.state_dict()
+
+
+@pytest.mark.parametrize("optimizer_of", [adamw, sgd])
+def test_a_thread_that_saves_waits_for_the_end_of_the_step(optimizer_of):
+    threads, states = [], []
+
+    def ask(optimizer):
+        before = optimizer._counts.step
+        thread = threading.Thread(target=lambda: states.append((before, optimizer.state_dict())))
+        thread.start()
+        thread.join(0.05)
+        assert thread.is_alive()
+        threads.append(thread)
+
+    weights, _ = trained(optimizer_of, ask)
+    for thread in threads:
+        thread.join()
+    assert len(states) == 6
+    assert all(state["marvin"]["step"] >= number for number, state in states)
+    for own, other in zip(weights, trained(optimizer_of, lambda _: None)[0], strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=0)
+
+
+def test_copies_of_an_optimizer_take_turns_of_their_own():
+    _, optimizer = trained(adamw, lambda _: None)
+    with optimizer._turn:
+        copy.deepcopy(optimizer).state_dict()
+        pickle.loads(pickle.dumps(optimizer)).state_dict()
+
+
+def test_a_closure_may_ask_for_the_state_before_the_step():
+    _, optimizer = trained(adamw, lambda _: None)
+    found = []
+    optimizer.step(lambda: found.append(optimizer.state_dict()))
+    assert found[0]["marvin"]["step"] == 6
