@@ -3,16 +3,13 @@
 import contextlib
 import datetime
 import errno
-import io
 import os
 import platform
 import shutil
 import stat
 import tempfile
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 try:
     import fcntl
@@ -23,7 +20,6 @@ __all__ = [
     "GONE",
     "LOCK",
     "Locked",
-    "check_records",
     "gone_folder",
     "lock_folder",
     "new_folder",
@@ -122,27 +118,6 @@ def gone_folder(path: Path) -> Path | None:
         if not is_there:
             return folder
     return None
-
-
-def check_records(file: BinaryIO) -> None:
-    """Compare each record of a file of ``torch.save`` with its checksum, which ``torch.load`` does not.
-
-    Nothing is taken into memory that is larger than the file, either, whatever the file says.
-
-    Args:
-        file: Open, at any place.
-
-    Raises:
-        zipfile.BadZipFile: A checksum is wrong, records are said to be larger than the file, or it
-            is no such file. Damage can raise other exceptions, too.
-    """
-    size = file.seek(0, io.SEEK_END)
-    with zipfile.ZipFile(file) as records:
-        told = sum(record.file_size for record in records.infolist())
-        if told > size:
-            raise zipfile.BadZipFile(f"its {size} bytes are said to be {told}")
-        if (damaged := records.testzip()) is not None:
-            raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -3,7 +3,6 @@
 import hashlib
 import io
 import pickle
-import pickletools
 from collections import Counter
 from math import prod
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from marvin.files import check_records, write_atomic
+from marvin.files import write_atomic
 from marvin.ranks import is_distributed, rank
+from marvin.saved_file import check_calls, check_memo, check_records
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import FileSystemReader
@@ -75,7 +75,9 @@ def read_checked(folder: Path, reader: "FileSystemReader") -> "dict[str, TensorS
     for info in [*found.storage_data.values()][rank() :: count]:
         with (folder / info.relative_path).open("rb") as file:
             file.seek(info.offset)
-            check_records(io.BytesIO(file.read(info.length)))
+            record = io.BytesIO(file.read(info.length))
+        check_records(record)
+        check_calls(record)
     return tensors
 
 
@@ -109,10 +111,7 @@ class _Names(pickle.Unpickler):
 def _check_metadata(path: Path) -> None:
     """Refuse metadata that torch would run code to read, or that were changed since."""
     content = path.read_bytes()
-    # unpickling makes a list of that length
-    for code, value, _ in pickletools.genops(content):
-        if code.name.endswith("PUT") and isinstance(value, int) and value > len(content):
-            raise pickle.UnpicklingError(f"its {len(content)} bytes tell of {value} values")
+    check_memo(content)
     file = io.BytesIO(content)
     _Names(file).load()
     end = file.tell()

@@ -18,11 +18,11 @@ import torch
 from marvin.files import (
     LOCK,
     Locked,
-    check_records,
     lock_folder,
     remove_leftovers,
     write_atomic,
 )
+from marvin.saved_file import check_calls, check_records
 from perfmodel.files import (
     CHECKPOINT,
     CONFIG,
@@ -314,6 +314,7 @@ def _read_checkpoint(path: Path, remedy: str) -> dict[str, Any]:
             raise TypeError("a folder or a device")
         with path.open("rb") as file:
             check_records(file)
+            check_calls(file)
         saved = torch.load(path, map_location="cpu", weights_only=True)
         state = {name: saved[name] for name in PARTS}
         state |= {name: saved[name] for name in OPTIONAL if name in saved}

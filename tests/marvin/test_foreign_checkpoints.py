@@ -1,6 +1,7 @@
 """Sharded checkpoints that are damaged or foreign: one error that names the folder, no code run."""
 
 import copy
+import io
 import os
 import pathlib
 import pickle
@@ -190,6 +191,19 @@ def test_no_memory_is_taken_that_the_files_do_not_fill(saved, change, message):
     change(found)
     (saved / ".metadata").write_bytes(pickle.dumps(found))
     with pytest.raises(ValueError, match=message):
+        marvin.load_sharded(saved, *made())
+
+
+def test_no_record_takes_memory_that_it_does_not_fill(saved):
+    """What torch loads a record with knows ``bytearray``, of as many bytes as a file tells."""
+    record = io.BytesIO()
+    torch.save(bytearray(1 << 15), record)
+    found, file = pickle.loads((saved / ".metadata").read_bytes()), saved / "__0_0.distcp"
+    for info in found.storage_data.values():
+        info.offset, info.length = file.stat().st_size, len(record.getvalue())
+    file.write_bytes(file.read_bytes() + record.getvalue() * len(found.storage_data))
+    (saved / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(ValueError, match=r"it calls builtins\.bytearray"):
         marvin.load_sharded(saved, *made())
 
 

@@ -162,6 +162,13 @@ def test_a_small_checkpoint_takes_no_large_memory(begun):
         begun.load_checkpoint()
 
 
+def test_a_checkpoint_has_no_bytes_whose_number_it_tells(begun):
+    begun.save_checkpoint(STATE)
+    torch.save({**STATE, "data": bytearray(3)}, begun.checkpoint)
+    with pytest.raises(UserError, match=r"it calls builtins\.bytearray"):
+        begun.load_checkpoint()
+
+
 def test_a_checkpoint_runs_no_code(begun):
     torch.save({**STATE, "data": begun}, begun.checkpoint)  # an object of a class
     with pytest.raises(UserError, match="must hold a whole checkpoint"):

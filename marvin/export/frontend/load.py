@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from marvin.export.errors import ExportError
-from marvin.files import check_records
 from marvin.freezing import frozen_formats, saved_classes
 from marvin.integer.conversion import revert
 from marvin.integer.formats import Options
 from marvin.integer.fusion import Fused
 from marvin.integer.layers import CLASSES, OTHERS, integer_class
+from marvin.saved_file import check_calls, check_records
 
 __all__ = ["load_frozen", "load_tensor"]
 
@@ -35,7 +35,7 @@ def load_frozen(path: str | Path, allow: Sequence[str] = ()) -> nn.Module:
 
     Layers that multiply integers (``marvin.integer.convert``) become torch's own again, which
     compute the same. Nothing in the file is run. It can make objects of torch's layers and of what freezing adds to
-    them, and of classes that the caller allows.
+    them, of what it says they have; no constructor of theirs is called. Of classes that the caller allows it may be.
 
     Args:
         path: Of the file.
@@ -55,10 +55,12 @@ def load_frozen(path: str | Path, allow: Sequence[str] = ()) -> nn.Module:
     kinds = (integer_class(kind) for kind in own if isinstance(kind, type))
     own += [kind for kind in kinds if kind is not None]
     _check_whole(path)
-    with safe_globals([*saved_classes(), *_LAYERS, *_INTEGER, *own, *map(_of_script, own)]):
+    scripts = [_of_script(found) for found in own]
+    names = [*map(_full_name, own), *(name for _, name in scripts)]
+    with safe_globals([*saved_classes(), *_LAYERS, *_INTEGER, *own, *scripts]):
         try:
             unknown = get_unsafe_globals_in_checkpoint(path)
-            model: Any = None if unknown else _load(path)
+            model: Any = None if unknown else _load(path, names)
         except Exception as error:  # torch raises six kinds for six ways of damage
             raise _damaged(path, error) from error
     if unknown:
@@ -106,7 +108,9 @@ def _array(path: str | Path) -> Tensor:
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
 
 
-def _load(path: str | Path) -> Any:
+def _load(path: str | Path, own: Collection[str] = ()) -> Any:
+    with Path(path).open("rb") as file:
+        check_calls(file, own)
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
@@ -140,6 +144,10 @@ def _imported(name: str) -> Any:
 def _of_script(found: Callable[..., object]) -> tuple[Callable[..., object], str]:
     """Return a class, and the name it has in a file that its own script wrote."""
     return found, f"__main__.{getattr(found, '__qualname__', '')}"
+
+
+def _full_name(found: object) -> str:
+    return f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
 
 
 def _refusal(path: str | Path, unknown: Sequence[str]) -> str:
