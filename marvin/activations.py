@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fixedpoint_kernels.drawing import draw_cells
 from fixedpoint_kernels.rounding import Rounding
+from fixedpoint_kernels.undo import all_or_nothing
 from marvin.hooks import detach, rounders_of, state_of
 from marvin.layers import is_layer, parameters_of
 from marvin.rounder import BUFFER, ForwardState, Rounder
@@ -133,10 +134,14 @@ class QuantizedActivations:
         return any(entry.is_live for entry in self.entries)
 
     def remove(self) -> None:
-        """Undo: the model's activations are float again, and its state has no formats."""
-        for entry in self.entries:
-            if entry.is_live:
-                detach(entry.module)
+        """Undo: the model's activations are float again, and its state has no formats.
+
+        A call that is interrupted changes nothing.
+        """
+        with all_or_nothing(entry.module for entry in self.entries):
+            for entry in self.entries:
+                if entry.is_live:
+                    detach(entry.module)
 
     def layers(self) -> list[str]:
         """Return the names of the modules that round their activations."""

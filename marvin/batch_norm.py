@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels._torch_private.modules import BatchNormBase
+from fixedpoint_kernels.undo import all_or_nothing
 from marvin.display import listed
 from marvin.ranks import sum_over_ranks
 from marvin.refused import check_batches, check_model
@@ -68,20 +69,22 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[_Batch]) -> tuple[
     }
     if not norms:
         return ()
-    hooks = [
-        norm.module.register_forward_pre_hook(norm, with_kwargs=True) for norm in norms.values()
-    ]
-    try:
-        model.eval()
-        for batch in batches:
-            _forward(model, batch)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-        for hook in hooks:
-            hook.remove()
-        for norm in norms.values():
-            norm.restore()
+    running = [own for norm in norms.values() for own in norm.running]
+    with all_or_nothing(model.modules(), tensors=running):
+        hooks = [
+            norm.module.register_forward_pre_hook(norm, with_kwargs=True) for norm in norms.values()
+        ]
+        try:
+            model.eval()
+            for batch in batches:
+                _forward(model, batch)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+            for hook in hooks:
+                hook.remove()
+            for norm in norms.values():
+                norm.restore()
     totals = {name: norm.means() for name, norm in norms.items()}
     found = {name: means for name, means in totals.items() if means is not None}
     if wrong := [name for name, means in found.items() if not means.isfinite().all()]:

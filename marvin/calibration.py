@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from fixedpoint_kernels import FixedPoint
 from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels._torch_private.tensors import storage_key, tree_leaves
+from fixedpoint_kernels.undo import all_or_nothing
 from marvin.attention import spell_attention
 from marvin.channels import ChannelFormat
 from marvin.compiled import check_uncompiled
@@ -542,7 +543,7 @@ def _observed(
         )
         for m in dict.fromkeys([*takes, *gives])
     }
-    with contextlib.ExitStack() as stack:
+    with all_or_nothing(model.modules()), contextlib.ExitStack() as stack:
         for module in takes:
             see = seen[module].see_inputs
             handle = module.register_forward_pre_hook(see, with_kwargs=True)

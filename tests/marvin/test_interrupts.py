@@ -1,7 +1,9 @@
 """What is interrupted leaves everything as it was."""
 
+import contextlib
 import copy
 import dataclasses
+import itertools
 import pickle
 import signal
 import sys
@@ -15,11 +17,24 @@ from torch import nn
 
 import marvin
 from fixedpoint_kernels import forward_save
+from fixedpoint_kernels._torch_private import modules as torch_modules
 from fixedpoint_kernels.forward_save import conversion as saving
 from fixedpoint_kernels.forward_save import swap
-from marvin import carriers, compact, groups, hooks, masters, quantized, rounder, stored
+from marvin import (
+    activations,
+    carriers,
+    compact,
+    groups,
+    hooks,
+    masters,
+    quantized,
+    rounder,
+    stored,
+)
 from marvin import conversion as attaching
+from marvin.calibration import layer_formats
 from marvin.integer import conversion, fusion
+from tests.same import assert_same
 
 
 def net():
@@ -103,6 +118,11 @@ def to_round_otherwise(model, optimizer):
     return lambda: marvin.quantize_activations(model, optimizer, exclude="0")
 
 
+def to_round_no_more(model, optimizer):
+    handle = marvin.quantize_activations(model, optimizer)
+    return handle.remove
+
+
 def to_prepare(model, optimizer):
     return lambda: marvin.prepare(model)
 
@@ -115,6 +135,7 @@ def to_add(model, optimizer):
 
 
 ROUNDING = attaching, carriers, hooks, quantized, rounder
+REMOVING = activations, hooks, torch_modules
 
 
 @pytest.mark.parametrize(
@@ -122,6 +143,7 @@ ROUNDING = attaching, carriers, hooks, quantized, rounder
     [
         (to_round, ROUNDING),
         (to_round_otherwise, ROUNDING),
+        (to_round_no_more, REMOVING),
         (to_prepare, ROUNDING),
         (to_add, (carriers, groups, masters, quantized, rounder)),
         (to_convert, (conversion, fusion)),
@@ -147,6 +169,48 @@ def test_an_interrupt_at_any_line_leaves_all_as_it_was(prepared, modules):
             torch.testing.assert_close(x, y, rtol=0, atol=0)
     assert line > 10
     assert everything(model, optimizer)[0] != before  # the last call was done
+
+
+SAMPLE = torch.randn(4, 1, 8, 8)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, network: marvin.export.describe(model, SAMPLE),
+        lambda model, network: marvin.export.compare(network, model, SAMPLE),
+        lambda model, network: marvin.reestimate_batch_norm(model, [SAMPLE]),
+        lambda model, network: layer_formats(model, [SAMPLE], 8),
+    ],
+    ids=["describe", "compare", "batch norm", "calibrate"],
+)
+def test_an_interrupt_behind_any_hook_leaves_no_hook(call, monkeypatch):
+    model = marvin.freeze(marvin.calibrate(net(), [SAMPLE])).requires_grad_(True)
+    network = marvin.export.describe(model, SAMPLE)
+    before = [attributes(module) for module in model.modules()]
+    state = copy.deepcopy(model.state_dict())
+    left = 0
+
+    def interrupting(register):
+        def registered(*args, **kwargs):
+            nonlocal left
+            handle, left = register(*args, **kwargs), left - 1
+            if not left:
+                raise KeyboardInterrupt
+            return handle
+
+        return registered
+
+    for name in ("register_forward_pre_hook", "register_forward_hook"):
+        monkeypatch.setattr(nn.Module, name, interrupting(getattr(nn.Module, name)))
+    for count in itertools.count(1):
+        left = count
+        with contextlib.suppress(KeyboardInterrupt):
+            call(model, network)
+            break
+        assert [attributes(module) for module in model.modules()] == before, count
+        assert_same(model.state_dict(), state)
+    assert count > 1
 
 
 def test_a_sample_that_fails_leaves_the_model_as_it_was():

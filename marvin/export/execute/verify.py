@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels.undo import all_or_nothing
 from marvin.export.execute import integer
 from marvin.export.execute.simulate import simulate
 from marvin.export.graph.nodes import (
@@ -137,7 +138,7 @@ def compare(network: Network, model: nn.Module, sample: Tensor) -> list[Differen
     check_model(model, "compare(network, model, samples)")
     codes = integer.run_all(network, sample)
     seen: dict[str, Tensor] = {}
-    with evaluating(model), torch.no_grad():
+    with all_or_nothing(model.modules()), evaluating(model), torch.no_grad():
         handles = [
             module.register_forward_hook(partial(_keep, seen, name))
             for name, module in model.named_modules()

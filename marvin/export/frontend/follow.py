@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels.undo import all_or_nothing
 from marvin.export.errors import ExportError
 from marvin.export.execute.simulate import apply, mean, products
 from marvin.export.execute.verify import evaluating
@@ -118,7 +119,7 @@ class Follower:
         """
         self.values[self.network.input.name] = sample
         modules = [step.module for step in self.steps if step.module is not None]
-        with contextlib.ExitStack() as stack:
+        with all_or_nothing(model.modules()), contextlib.ExitStack() as stack:
             stack.enter_context(evaluating(model))
             for name in dict.fromkeys(modules):
                 self._watch(stack, name, model.get_submodule(name))
