@@ -144,7 +144,10 @@ class Report:
 
 _FLOAT = "float32"
 _NO_CACHE = ": to train, write model.config.use_cache = False"
-_SPELL = ": write model = marvin.spell_attention(model) before the optimizer is made, which puts nn.Linear there"
+_SPELL = (
+    ": write model = marvin.spell_attention(model) before the optimizer is made, which puts nn.Linear "
+    "there; it takes no attention with add_bias_kv=True or add_zero_attn=True"
+)
 _INSTEAD: dict[type[nn.Module], str] = dict.fromkeys(
     (nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear), _SPELL
 )

@@ -165,9 +165,22 @@ def choose(module: nn.Module, formats: ModuleFormats) -> Product | str:
         return "its inputs or weights are in block floating point"
     turned = is_transposed(module)
     product = Product(inputs, weight, window, getattr(module, "groups", 1), turned)
-    if turned and weight.wl + max(product.shifts, default=0) > MOST_BITS:
-        return f"fractional lengths of its weight differ so much that a sum would need codes of more than {MOST_BITS} bits"
+    if product.shifts and (reason := _why_no_shifts(module, product)):
+        return reason
     return product if product.weight_fmt.signed else "its weights are unsigned"
+
+
+def _why_no_shifts(module: nn.Module, product: Product) -> str:
+    """Say why a layer is not multiplied by its formats by channel; "" where it is."""
+    count, channels = len(product.shifts), weight_of(module).shape[-1 * product.is_transposed]
+    if count != channels:
+        return (
+            f"its weight has {channels} channels, its formats are of {count}: make an optimizer of the "
+            "weights of now, and call marvin.quantize_activations again"
+        )
+    if product.is_transposed and product.weight.wl + max(product.shifts) > MOST_BITS:
+        return f"fractional lengths of its weight differ so much that a sum would need codes of more than {MOST_BITS} bits"
+    return ""
 
 
 def is_prepacked(*modules: nn.Module) -> bool:

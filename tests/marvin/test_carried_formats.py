@@ -300,6 +300,18 @@ def test_include_exclude_and_the_report():
         marvin.quantize_activations(model, torch.optim.SGD(model.parameters()))
 
 
+def test_the_report_names_the_model_itself():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.fc = nn.Parameter(torch.ones(1)), nn.Linear(4, 2)
+
+    model = Scaled()
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer = marvin.Quantized(sgd, marvin.LossBudgetPolicy())
+    assert "not the model itself: " in str(marvin.quantize_activations(model, optimizer))
+
+
 def test_parameters_that_come_later_bring_their_modules():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2), nn.Linear(2, 2))

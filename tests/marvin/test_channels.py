@@ -1,5 +1,6 @@
 """Weights with a fractional length for each channel."""
 
+import copy
 import io
 
 import pytest
@@ -126,6 +127,39 @@ def test_biases_may_have_the_layers_format():
     model, optimizer = make(StaticPolicy(6, 6, per_channel=True), one_dim="previous")
     train(model, optimizer, 2)
     assert optimizer.formats()["0.bias"] == optimizer.formats()["0.weight"].fmt
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_layer_whose_channels_were_cut_computes_in_float(last, training):
+    """As pruning leaves it: formats are of the channels that there were."""
+    torch.manual_seed(0)
+    layers = nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)
+    model = nn.Sequential(*layers)
+    with torch.no_grad():
+        for own in (layers[0], layers[2]):
+            own.weight *= 2.0 ** -(torch.arange(len(own.weight)) % 4)[:, None]
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.01)
+    optimizer = marvin.Quantized(sgd, StaticPolicy(6, 6, per_channel=True))
+    marvin.quantize_activations(model, optimizer)
+    marvin.integer.convert(model)
+    x = torch.randn(8, 16)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    cut, kept = (layers[2], 8) if last else (layers[0], 16)
+    cut.weight, cut.bias = (nn.Parameter(p.detach()[:kept]) for p in cut.parameters())
+    if not last:
+        layers[2].weight = nn.Parameter(layers[2].weight.detach()[:, :16].clone())
+    model.train(training)
+    twin = copy.deepcopy(model)
+    marvin.integer.revert(twin)
+    torch.testing.assert_close(model(x), twin(x))
+    rows = marvin.integer.report(model).rows
+    left, count = (rows[1], (8, 16)) if last else (rows[0], (16, 32))
+    assert f"its weight has {count[0]} channels, its formats are of {count[1]}" in left.reason
+    assert [row.reason for row in rows if row is not left] == [""]
 
 
 @pytest.mark.parametrize(
