@@ -97,7 +97,7 @@ def _model(arguments: Sequence[str]) -> None:
 
 
 def _batch(arguments: Sequence[str]) -> None:
-    from perfmodel.batch import WAYS, Trial, largest, lines, run
+    from perfmodel.batch import WAYS, Trial, check_ways, largest, lines, run
 
     parser = Parser(
         "python -m perfmodel batch",
@@ -115,10 +115,19 @@ def _batch(arguments: Sequence[str]) -> None:
     parser.add_argument("--threads", type=whole(1), default=1, help="torch's")
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)
-    trial = Trial(given.model, given.input, given.dtype, "", 0, given.threads)
-    trials = [trial._replace(way=way, batch=given.batch or 0) for way in given.ways.split(",")]
-    memory = given.memory * 2**30
-    found = [run(one) if given.batch else largest(one, memory) for one in trials]
+    ways = given.ways.split(",")
+    check_ways(ways)
+    trial = Trial(given.model, given.input, given.dtype, "", given.batch or 0, given.threads)
+    found, failed = [], []
+    for one in (trial._replace(way=way) for way in ways):
+        try:
+            found.append(run(one) if given.batch else largest(one, given.memory * 2**30))
+        except ValueError as error:  # others may suit the model, or need less
+            failed.append(error)
+    if not found:
+        raise failed[0]
+    for error in failed:
+        print(f"left out: {error}", file=sys.stderr)
     if given.json:
         print(json.dumps([row._asdict() for row in found], indent=2))
     else:

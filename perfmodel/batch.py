@@ -11,11 +11,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from perfmodel.text import binary, table
 
-__all__ = ["MALLOC", "WAYS", "Found", "Trial", "largest", "lines", "run"]
+__all__ = ["MALLOC", "WAYS", "Found", "Trial", "check_ways", "largest", "lines", "run"]
 
 WAYS = "exact", "checkpointing", "few-bit", "few-bit+division"
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -68,6 +69,18 @@ class Found(NamedTuple):
     counted_peak_bytes: int
     base_bytes: int
     step_s: float
+
+
+def check_ways(ways: Iterable[str]) -> None:
+    """Check that each way is known, or the file of a plan.
+
+    Raises:
+        ValueError: One is neither.
+    """
+    for way in ways:
+        if way not in WAYS and not Path(way).is_file():
+            known = ", ".join(WAYS)
+            raise ValueError(f"a way must be known ({known}), or the file of a plan, got {way!r}")
 
 
 def run(trial: Trial) -> Found:

@@ -172,7 +172,7 @@ def schedule_cost(schedule: Schedule, layers: Iterable[Layer]) -> float:
 
 def speedup(
     trace: Trace,
-    layers: Sequence[Layer],
+    layers: Iterable[Layer],
     batch_size: int,
     accumulation_steps: int = 1,
     overhead: Overhead = "paper",
@@ -202,6 +202,7 @@ def speedup(
         MARViN, section 4.1.2.
     """
     check_whole(1, batch_size=batch_size, accumulation_steps=accumulation_steps)
+    layers = check_layers(layers)
     check_match(trace, layers)
     samples = batch_size * accumulation_steps
     ours = run_cost(trace, layers, samples, overhead)
@@ -312,7 +313,8 @@ def _check_trace(trace: Trace) -> None:
     if not isinstance(trace, Trace):
         raise TypeError(
             f"the trace must be a perfmodel.trace.Trace, got {type(trace).__name__}: write "
-            "Trace(optimizer.trace, steps)"
+            "Trace(optimizer.trace, steps) for MARViN's policy, and for others "
+            "Trace(optimizer.trace, steps, init_wl=32, searches=False), with init_wl=wl for FixedPolicy(wl, fl)"
         )
 
 

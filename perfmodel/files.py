@@ -88,7 +88,7 @@ def read_text(path: Path) -> str:
     try:
         if path.exists() and not path.is_file():  # reading a pipe or a device would never end
             raise RunError(f"{path} must be a file, got a folder or a device")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # spreadsheets write a byte order mark
     except (FileNotFoundError, NotADirectoryError) as error:
         raise RunError(f"{path} must be there, found none") from error
     except (OSError, UnicodeDecodeError, MemoryError) as error:

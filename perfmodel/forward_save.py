@@ -110,13 +110,24 @@ def conv_block_ratio(side: int, block: int = 8, bits: int = 2) -> float:
     """Return how much DIVISION compresses convolution, batch norm and ReLU: equation 54.
 
     As in the paper, a plain ReLU is charged one byte an element.
+
+    Raises:
+        TypeError: A number is not whole.
+        ValueError: A number is below 1.
     """
+    check_whole(1, side=side, block=block, bits=bits)
     lowest = 4 / min(block, side) ** 2
     return 9 / (lowest + bits / 4 + 8 / side**2 + 1 / 8)
 
 
 def linear_block_ratio(features: int, block: int = 8, bits: int = 2) -> float:
-    """Return how much DIVISION compresses a linear layer and ReLU: equation 56."""
+    """Return how much DIVISION compresses a linear layer and ReLU: equation 56.
+
+    Raises:
+        TypeError: A number is not whole.
+        ValueError: A number is below 1.
+    """
+    check_whole(1, features=features, block=block, bits=bits)
     return 5 / (2 / min(block, features) + bits / 8 + 4 / features + 1 / 8)
 
 

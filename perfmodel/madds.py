@@ -119,4 +119,4 @@ def bilinear(left: Shape, weight: Shape) -> int:
         left: ``(rows, ..., inputs)``.
         weight: ``(outputs, inputs, other inputs)``.
     """
-    return math.prod(left) // left[-1] * math.prod(weight)
+    return math.prod(left[:-1]) * math.prod(weight)

@@ -289,8 +289,12 @@ def largest_batch(memory_bytes: float, fixed_bytes: float, sample_bytes: float) 
         sample_bytes: Kept for backward, a sample.
 
     Raises:
-        ValueError: ``sample_bytes`` is not above 0: any number of samples would fit.
+        ValueError: ``sample_bytes`` is not above 0: any number of samples would fit. Or a number is not
+            finite.
     """
+    if not math.isfinite(memory_bytes - fixed_bytes - sample_bytes):
+        given = f"{memory_bytes}, {fixed_bytes} and {sample_bytes}"
+        raise ValueError(f"memory_bytes, fixed_bytes and sample_bytes must be finite, got {given}")
     if not sample_bytes > 0:
         raise ValueError(f"sample_bytes must be above 0, got {sample_bytes}")
     return max(0, math.floor((memory_bytes - fixed_bytes) / sample_bytes))

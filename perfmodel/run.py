@@ -28,6 +28,7 @@ __all__ = ["LACKS_PRODUCTS", "Run", "RunError", "compare", "read_run", "start_of
 
 FIXED_LENGTH = re.compile("0*([2-9]|[12][0-9]|3[0-2])")  # bits, 2 to 32
 MARVIN_ONLY = "init_wl", "lookback", "resolution"
+METHODS = "sgd", "msgd", "fixed", "muppet", "static", "loss-budget"
 NO_WEIGHT = "0"  # elements of a product of two activations in layers.csv
 HAVE_PRODUCTS = ("vit",)  # of our models; their runs did not always record them
 LACKS_PRODUCTS = (
@@ -170,6 +171,9 @@ def _config(folder: Path) -> dict[str, Any]:
     for name in ("batch_size", "accumulation_steps"):
         whole(path, values, name, 1, MOST_STEPS)
     method, _, arguments = _method(values).partition(":")
+    if method not in METHODS:
+        known = f"marvin, none, {', '.join(METHODS[2:])}"
+        raise RunError(f"{path}: policy must be one of {known}, got {shown(values['policy'])}")
     if method == "msgd":
         _check_marvin(path, values)
     length = arguments.partition(",")[0]

@@ -36,7 +36,7 @@ class SwitchLike(Protocol):
 
     @property
     def lookback(self) -> int:
-        """Lookback at the switch, steps."""
+        """Lookback at the switch, steps; 0: there was no search."""
         ...
 
     @property
@@ -102,7 +102,8 @@ class Trace:
         resolution: Bounds of the resolution, bins.
         kept: Layers that keep one word length and search for none: their switches are ignored.
             ``"*"`` stands for every layer without a name of its own here.
-        searches: Whether formats are searched for, by PushDown and PushUp; else nothing is charged.
+        searches: Whether formats are searched for, by PushDown and PushUp, as MARViN does; else nothing
+            is charged, nor for a switch whose lookback is 0.
         rounds_inputs: Whether layers round their inputs; if not, EBOPs count these as float32, and
             SU as the weights, as the paper does.
 
@@ -163,7 +164,7 @@ class Trace:
 
     def spread(self, lookback: int) -> float:
         """Return the steps over which a search is spread: ``lookback``, infinite without one."""
-        return lookback if self.searches else math.inf
+        return lookback if self.searches and lookback else math.inf
 
     def input_bits(self, switch: SwitchLike) -> tuple[int, bool]:
         """Return the bits that the layer's inputs count with after a switch, and if one is a sign."""
@@ -211,8 +212,14 @@ class Trace:
 
         Args:
             wl: Bits.
-            layers: Names of weights; default: all of them.
+            layers: Names of weights, or one name; default: all of them.
+
+        Raises:
+            TypeError: ``wl`` is no whole number.
+            ValueError: It is not 1 to 32.
         """
+        check_whole(1, _FLOAT_BITS, wl=wl)
+        layers = (layers,) if isinstance(layers, str) else layers
         return replace(self, kept={**self.kept, **dict.fromkeys(layers, wl)})
 
     def _kept(self, layer: str) -> int | None:

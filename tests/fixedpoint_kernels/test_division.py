@@ -72,6 +72,9 @@ def test_equation_56(features, ratio):
     kept = division.compress(torch.randn(32, features), block=16).size_bytes + 32 * features / 8
     assert 5 * 32 * features / kept == pytest.approx(ratio, rel=5e-4)
     assert linear_block_ratio(features, 16) == pytest.approx(ratio, rel=5e-4)
+    for of in (conv_block_ratio, linear_block_ratio):
+        with pytest.raises(ValueError, match="must be at least 1, got 0"):
+            of(0)
 
 
 @pytest.mark.parametrize(("sides", "block"), [((14, 9), 8), ((7, 7), 8), ((30, 21), 12)], ids=str)

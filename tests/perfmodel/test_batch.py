@@ -152,14 +152,39 @@ def test_a_command_says_in_a_line_what_is_wrong(capsys):
     assert "--input" in capsys.readouterr().err
 
 
-def test_a_command_prints_what_was_found(capsys, monkeypatch):
+def test_a_way_that_does_not_suit_the_model_leaves_the_others(capsys, monkeypatch):
+    def largest(trial, memory):
+        if trial.way == "checkpointing":
+            raise ValueError("checkpointing, batch 2: checkpointing needs blocks")
+        return Found(trial.way, 7, memory, 1, 2, 3, 3.5)
+
+    monkeypatch.setattr(batch, "largest", largest)
+    command = ["batch", "x:y", "--input", "3,4"]
+    main([*command, "--json"])
+    out, err = capsys.readouterr()
+    assert [row["way"] for row in json.loads(out)] == ["exact", *batch.WAYS[2:]]
+    assert err == "left out: checkpointing, batch 2: checkpointing needs blocks\n"
+    with pytest.raises(SystemExit, match="error: checkpointing, batch 2: checkpointing needs"):
+        main([*command, "--ways", "checkpointing"])
+
+
+@pytest.mark.parametrize("way", ["fast", ""])
+def test_an_unknown_way_is_refused_before_any_is_tried(way, monkeypatch):
+    monkeypatch.setattr(batch, "largest", lambda *_: pytest.fail("tried"))
+    with pytest.raises(SystemExit, match=rf"few-bit, .*, or the file of a plan, got '{way}'"):
+        main(["batch", "x:y", "--input", "3,4", "--ways", f"exact,{way}"])
+
+
+def test_a_command_prints_what_was_found(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(
         batch, "largest", lambda trial, memory: Found(trial.way, 7, memory, 1, 2, 3, 3.5)
     )
     command = ["batch", "x:y", "--input", "3,4", "--memory", "0.5"]
-    main([*command, "--ways", "exact,plan.json", "--json"])
+    plan = tmp_path / "plan.json"
+    plan.touch()
+    main([*command, "--ways", f"exact,{plan}", "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert [row["way"] for row in found] == ["exact", "plan.json"]
+    assert [row["way"] for row in found] == ["exact", str(plan)]
     assert found[0]["peak_bytes"] == 2**29
     main(command)
     lines = capsys.readouterr().out.splitlines()

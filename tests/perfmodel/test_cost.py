@@ -148,6 +148,17 @@ def test_had_every_layer_kept_8_bits(two_layers, changes):
     half = Trace(changes, STEPS).keeping(8, ["a.weight"])
     assert (half.final("a.weight"), half.final("b.weight")) == (8, 16)
     assert half.segments("a.weight") == [Segment(8, 100, math.inf, 8)]
+    assert Trace(changes, STEPS).keeping(8, "a.weight") == half
+
+
+def test_a_switch_without_a_search_is_charged_none(two_layers):
+    rows = [Change(1, "a.weight", 6, 0), Change(1, "b.weight", 6, 0)]
+    wanted = speedup(Trace(rows, STEPS, 32, searches=False), two_layers, 4)
+    assert speedup(Trace(rows, STEPS, 32), two_layers, 4) == wanted
+
+
+def test_layers_may_come_one_by_one(two_layers):
+    assert speedup(always(8), iter(two_layers), 4) == speedup(always(8), two_layers, 4)
 
 
 def test_products_of_activations_stay_in_32_bits(two_layers):
@@ -191,6 +202,7 @@ def test_bad_values(two_layers, arguments, message):
         (lambda rows: Trace((), -1), ValueError, "steps must be at least 0, got -1"),
         (lambda rows: Trace((), 1, 0), ValueError, "init_wl must be 1 to 32, got 0"),
         (lambda rows: Trace((), 2.5), TypeError, r"steps must be a whole number, got 2\.5"),
+        (lambda rows: always(8).keeping(33), ValueError, "wl must be 1 to 32, got 33"),
         (lambda rows: Schedule(8), TypeError, r"levels must be pairs of bits and .* got 8"),
         (lambda rows: Schedule(((8, -1),)), ValueError, "epochs must be at least 0, got -1"),
         (lambda rows: Schedule(()), ValueError, "epochs must be at least 1, got 0"),

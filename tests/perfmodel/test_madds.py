@@ -53,4 +53,5 @@ def test_bilinear_is_the_einsum_it_stands_for():
     a, w, b = torch.ones(rows, left), torch.ones(weight), torch.ones(rows, right)
     products = torch.einsum("ni,oij,nj->nijo", a, w, b)
     assert madds.bilinear(a.shape, weight) == products.numel()
+    assert madds.bilinear((3, 0), (2, 0, 4)) == 0
     assert F.bilinear(a, b, w).shape == (rows, 2)

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -250,6 +252,9 @@ def test_options_agree_with_the_whole():
 def test_largest_batch():
     assert largest_batch(100, 10, 30) == 3
     assert largest_batch(100, 110, 30) == 0
+    for given in ((math.inf, 0, 1), (math.nan, 0, 1)):
+        with pytest.raises(ValueError, match="fixed_bytes and sample_bytes must be finite, got"):
+            largest_batch(*given)
     with pytest.raises(ValueError, match="sample_bytes must be above 0, got 0"):
         largest_batch(100, 10, 0)
 

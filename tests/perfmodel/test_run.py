@@ -58,6 +58,13 @@ def test_a_run_in_float32(folder):
     assert values["SU"] == values["MEM"] == values["SZ"] == 1
 
 
+def test_files_that_a_spreadsheet_saved_are_read(folder):
+    wanted = read_run(folder).trace
+    for path in (folder / "trace.csv", folder / "layers.csv"):
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_run(folder).trace == wanted
+
+
 @pytest.mark.parametrize(
     ("policy", "first", "has_inputs"),
     [
@@ -188,6 +195,7 @@ def test_foreign_files_are_named(folder, name, content, message):
         ("resolution", [0, 5]),
         ("policy", "fixed:99,4"),
         ("policy", "fixed:x"),
+        ("policy", "hello"),
     ],
 )
 def test_foreign_settings_are_named(folder, key, value):
