@@ -464,7 +464,7 @@ def _round_weights(
     formats: list[Format | None] = []
     for name, p in module.named_parameters(recurse=False):
         with _named(".".join(filter(None, (rounders_of(module)[0].name, name)))):
-            fmt = weight_format(p.detach().float(), wl, *how) if is_layer(p) else None
+            fmt = weight_format(p.detach().float(), wl, *how) if is_layer(p) and p.numel() else None
         if fmt is not None:
             p.copy_(round_one(p.detach(), fmt, rounding="nearest"))
         formats.append(fmt)

@@ -95,8 +95,14 @@ MARVIN = Checks(
             "two bin counts, 2 <= lower <= upper",
         ),
         ("lookback_momentum", lambda s: 0 < s["lookback_momentum"] <= 1, "above 0 and at most 1"),
-        ("kl_smoothing", lambda s: s["kl_smoothing"] > 0, "above 0"),
-        ("kl_eps", lambda s: s["kl_eps"] == "noise" or _is_number(s["kl_eps"]), '>= 0 or "noise"'),
+        ("kl_smoothing", lambda s: 0 < s["kl_smoothing"] < math.inf, "above 0 and finite"),
+        (
+            "kl_eps",
+            lambda s: (
+                s["kl_eps"] == "noise" or (_is_number(s["kl_eps"]) and s["kl_eps"] < math.inf)
+            ),
+            'finite and >= 0, or "noise"',
+        ),
         *map(_whole, ("max_wl", "init_wl", "init_fl", "min_fl", "buffer_bits")),
     ),
 )

@@ -531,6 +531,24 @@ def test_weights_that_stay_in_floats_are_named():
     assert len(fixed.second.weight.unique()) <= 8
 
 
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_a_weight_without_elements_has_no_format(per_channel):
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.some, self.none = nn.Linear(4, 3), nn.Linear(4, 3)
+            self.none.weight = nn.Parameter(torch.zeros(0, 4))
+            self.none.bias = nn.Parameter(torch.zeros(0))
+
+        def forward(self, x):
+            return torch.cat([self.some(x), self.none(x)], 1)
+
+    model = Heads()
+    fixed = marvin.calibrate(model, [torch.randn(8, 4)], per_channel=per_channel)
+    assert formats_of(fixed)["none"].weights == (None, None)
+    assert formats_of(fixed)["some"].weights[0] is not None
+
+
 def test_bags_of_embeddings_round_their_weights():
     model = nn.Sequential(nn.EmbeddingBag(20, 8, mode="sum"), nn.Linear(8, 2))
     fixed = marvin.calibrate(model, [torch.randint(20, (6, 3))], bits=3)
