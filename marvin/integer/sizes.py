@@ -272,9 +272,14 @@ class Sizes:
         found[dim] = sum(sizes) if len(sizes) == len(known) else None
         return tuple(found)
 
-    def _stacked(self, tensors: object = (), dim: object = 0) -> _Shape | None:
+    def _stacked(self, tensors: object = (), dim: object = 0, **others: object) -> _Shape | None:
         """Return the shape of tensors side by side in a new dimension."""
-        if not isinstance(tensors, tuple | list) or not tensors or not isinstance(dim, int):
+        if (
+            others
+            or not isinstance(tensors, tuple | list)
+            or not tensors
+            or not isinstance(dim, int)
+        ):
             return None
         shape = self._shape(tensors[0])
         found = None if shape is None else _longer(shape, dim)
@@ -361,9 +366,11 @@ def _flat(shape: _Shape, start_dim: object = 0, end_dim: object = -1) -> _Shape 
     return *shape[:first], size, *shape[last + 1 :]
 
 
-def _repeated(shape: _Shape, repeats: object, dim: object = None) -> _Shape | None:
+def _repeated(
+    shape: _Shape, repeats: object, dim: object = None, **others: object
+) -> _Shape | None:
     """Return the shape where what lies along a dimension is there some times."""
-    if not isinstance(repeats, int) or not isinstance(dim, int):
+    if others or not isinstance(repeats, int) or not isinstance(dim, int):
         return None
     if not -len(shape) <= dim < len(shape):
         return None

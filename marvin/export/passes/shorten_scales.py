@@ -59,6 +59,8 @@ def _shortened(op: Affine, x: Value, spare: Tensor, rounds: list[Round]) -> Affi
         for lost in range(op.scale_fmt.wl + 1):  # with none left, the scale is 0
             short = min(round(scale / 2**lost), op.scale_fmt.max_code >> lost) << lost
             b = round(offset / (short << zeros[i])) << zeros[i] if short else 0
+            if not op.offset_fmt.min_code <= short * b <= op.offset_fmt.max_code:
+                b -= (1 if b > 0 else -1) << zeros[i]
             if is_exact(i, short, b):
                 if _changes(op, x, i, short, rounds):
                     return op

@@ -141,9 +141,11 @@ def _short(op: Operation, name: str, codes: Tensor) -> tuple[Tensor, FixedPoint 
     if name == "weight" and isinstance(op, nodes.Weighted) and op.per_channel is not None:
         return codes >> _zeros(op.per_channel, codes), op.per_channel
     fmt = getattr(op, f"{name}_fmt", None)
+    low, high = (int(codes.min()), int(codes.max())) if codes.numel() else (0, 0)
     if fmt is None:
-        low, high = (int(codes.min()), int(codes.max())) if codes.numel() else (0, 0)
         fmt = FixedPoint(max(2, high.bit_length() + 1, (~min(low, 0)).bit_length() + 1), 0)
+    if not fmt.min_code <= low <= high <= fmt.max_code:
+        raise ExportError(f"{op.name}: {name} must have codes of {fmt}, got {low} to {high}")
     return codes, fmt
 
 

@@ -589,6 +589,20 @@ def test_tables_and_bounds(tmp_path):
 
 
 @needs_gcc
+@pytest.mark.parametrize("bound", [5, 4095])
+def test_a_bound_may_lie_between_numbers_that_end_with_zeros(bound, tmp_path):
+    """Scales and offsets share zeros, which C leaves out; what is beyond the bound becomes the bound."""
+    scale, offset = torch.tensor([16, 48]), torch.tensor([0, 1024])
+    network = network_of(
+        (2, 3, 3),
+        conv("c", "in", codes(2, 2, 1, 1)),
+        Affine("a", ("c",), scale, FixedPoint(8, 6), offset, FixedPoint(32, 12)),
+        Clip("b", ("a",), -bound, bound, 13),
+    )
+    assert_same(network, torch.randn(50, 2, 3, 3), tmp_path)
+
+
+@needs_gcc
 @pytest.mark.parametrize("name", ["scale", "offset", "weight", "scale_2"])
 def test_tables_are_called_apart(name, tmp_path):
     """By whatever name an activation goes that is computed with the layer before it."""

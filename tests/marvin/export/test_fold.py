@@ -192,6 +192,15 @@ def test_scales_become_as_short_as_they_must():
     assert shorten_scales(wide).operation("bn") is wide.operation("bn")
 
 
+def test_an_offset_stays_within_its_format():
+    """The nearest multiple of the shorter scale is beyond the largest code of 32 bits."""
+    scale, b = 26_311, 81_619
+    network = chain(([scale], 24), ([scale * b], 24))
+    new = shorten_scales(network).operation("bn")
+    assert new.scale.tolist() == [26_368]
+    assert new.offset.tolist() == [26_368 * ((2**31 - 1) // 26_368)]
+
+
 @pytest.mark.parametrize(("scale", "is_kept"), [(501, True), (33, True), (31, False), (3, False)])
 def test_a_scale_that_long_sums_leave_no_bits_stays_where_it_moves_a_code(scale, is_kept):
     """Sums of nearly ``2**25``, times ``2**-31``: a scale of 32 moves them by half a step."""

@@ -129,16 +129,15 @@ def _relu(writer: Writer, op: Relu, x: Term) -> Term:
 
 def _clip(writer: Writer, op: Clip, x: Term) -> Term:
     x = writer.lines.settle(x, op.name)
-    return writer.lines.clipped(
-        x, *(_at(bound, op.source_fl, x.fl, up) for bound, up in ((op.low, True), (op.high, False)))
-    )
-
-
-def _at(code: int, fl: int, to_fl: int, up: bool) -> int:
-    """Return a bound at another ``fl``, at which every code is that is within it."""
-    if to_fl >= fl:
-        return code << to_fl - fl
-    return -(-code >> fl - to_fl) if up else code >> fl - to_fl
+    shift = x.fl - op.source_fl
+    if shift >= 0:
+        return writer.lines.clipped(x, op.low << shift, op.high << shift)
+    if op.low % (1 << -shift) or op.high % (1 << -shift):  # what is beyond becomes a number between
+        low, high = min(x.lows) << -shift, max(x.highs) << -shift
+        word = computing(op.name, max(-low, high))
+        text = f"{x.wide(word)} * {literal(1 << -shift)}"
+        x, shift = writer.lines.new(word, text, op.source_fl, low, high), 0
+    return writer.lines.clipped(x, op.low >> -shift, op.high >> -shift)
 
 
 def _table(writer: Writer, op: Table, x: Term) -> Term:
