@@ -22,7 +22,7 @@ from marvin.export.execute import integer
 from marvin.export.report import Trained, layer_rows, proof_lines, size_line, table
 from marvin.export.targets.hls4ml import Hardware
 from marvin.export.targets.write import TARGETS, Order, Written
-from marvin.files import new_folder
+from marvin.files import new_folder, write_atomic
 
 __all__ = ["export", "one_line", "options"]
 
@@ -165,5 +165,5 @@ def _write(
             "notes": written.notes,
             "layers": rows,
         }
-        (folder / "export.json").write_text(json.dumps(facts, indent=2) + "\n")
+        write_atomic(folder / "export.json", json.dumps(facts, indent=2) + "\n")
     return written

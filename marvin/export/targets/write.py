@@ -139,7 +139,16 @@ def _check_loads(path: Path) -> None:
     """Refuse a file that ONNX Runtime does not load as users do, with all it changes in graphs."""
     runtime = require("onnxruntime", "onnx")
     with _named(runtime, f"load {path.name}", "write the file without --qdq"):
-        runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        runtime.InferenceSession(_loadable(path), providers=["CPUExecutionProvider"])
+
+
+def _loadable(path: Path) -> str | bytes:
+    """Return what ONNX Runtime loads: a path, or the file where the path is not in UTF-8, which it refuses."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return path.read_bytes()
+    return str(path)
 
 
 @contextmanager
@@ -164,7 +173,8 @@ def _in_onnx_runtime(
         options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     instead = "take another version of onnxruntime, or write the network --to c or packed"
     with _named(runtime, f"run {path.name}", instead):
-        session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        providers = ["CPUExecutionProvider"]
+        session = runtime.InferenceSession(_loadable(path), options, providers=providers)
         given = [{network.input.name: part.numpy()} for part in x.split(_TOGETHER)]
         parts = [session.run(None, own) for own in given]
     found = [torch.cat([torch.from_numpy(y) for y in own]) for own in zip(*parts, strict=True)]

@@ -1,8 +1,10 @@
 """``python -m marvin.export MODEL``: a frozen model from a file, whoever trained it."""
 
 import dataclasses
+import errno
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -18,11 +20,20 @@ from torch import nn
 
 import marvin
 from fixedpoint_kernels import FixedPoint, forward_save
-from marvin.export import ExportError, describe, integer, load_frozen, packed, weight_formats
+from marvin.export import (
+    ExportError,
+    describe,
+    integer,
+    load_frozen,
+    onnx,
+    packed,
+    weight_formats,
+)
 from marvin.export.__main__ import main
 from marvin.export.command import one_line
 from marvin.export.frontend.load import load_tensor
 from marvin.export.graph.formats import exact_format
+from marvin.export.targets import write
 
 ROOT = Path(__file__).parents[3]
 # in a file of its own, as a user's would be
@@ -267,6 +278,30 @@ def test_several_targets_in_one_call(saved, tmp_path, capsys):
     message = refused(*words, "--to", "packed", "--to", "onnx", "--out", tmp_path / "out")
     assert not capsys.readouterr().out  # it is said before anything is computed
     assert message.endswith("--out must be of one target, got 2: packed, onnx")
+
+
+def test_a_name_that_is_not_utf8_is_verified(saved, tmp_path):
+    """ONNX Runtime does not take such paths."""
+    _, frozen, _, _, x = saved()
+    network, path = describe(frozen, x), tmp_path / os.fsdecode(b"net\xff.onnx")
+    onnx.save(network, path)
+    write._check_loads(path)
+    (got,), _ = write._in_onnx_runtime(network, path, x)
+    assert np.array_equal(got.numpy(), integer.run(network, x))
+
+
+def test_a_full_disk_is_told_with_the_file(saved, tmp_path, monkeypatch):
+    path, sync = saved()[0], os.fsync
+
+    def full(handle):
+        if "export.json" in os.readlink(f"/proc/self/fd/{handle}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    message = refused(path, "--to", "packed", "--inputs", tmp_path / "x.npy")
+    assert re.search(r"No space left on device: '.*/export\.json'", message)
+    assert not (tmp_path / "net-export/packed").exists()
 
 
 def test_made_up_samples_are_said_to_be_so(saved, tmp_path, capsys):
