@@ -1,6 +1,6 @@
 """``compress`` and ``decompress`` as operators of PyTorch, which ``torch.compile`` keeps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -10,7 +10,10 @@ from torch import Tensor
 
 from fixedpoint_kernels.division.layout import Layout
 from fixedpoint_kernels.memory import in_memory
+from fixedpoint_kernels.operators import define, kernels_for
 from fixedpoint_kernels.philox import Key
+
+kernels_of = kernels_for("division")
 
 
 def compress(
@@ -58,17 +61,6 @@ def _knows_orders(kernels: ModuleType) -> bool:
     return getattr(kernels, "KNOWS_ORDERS", False)
 
 
-def kernels_of(x: Tensor) -> ModuleType:
-    """Return the kernels for where ``x`` is; no compiler is loaded before one is needed."""
-    if x.is_cuda:
-        from fixedpoint_kernels.division import gpu as kernels
-    elif x.is_cpu:
-        from fixedpoint_kernels.division import cpu as kernels
-    else:
-        from fixedpoint_kernels.division import reference as kernels
-    return kernels
-
-
 @lru_cache(maxsize=256)
 def _known(layout: Layout) -> Layout:
     """Return a layout whose sizes are worked out already: the same shapes come in each step."""
@@ -114,22 +106,13 @@ def _fake_decompress(means: Tensor, codes: Tensor, ranges: Tensor, *numbers: Any
     return out.contiguous(memory_format=layout.memory_format)
 
 
-def _define(schema: str, run: Callable[..., object], fake: Callable[..., object]) -> None:
-    """Register an operator without the checks of ``custom_op``, which take 10 us a call."""
-    name = "fixedpoint_kernels::" + schema.partition("(")[0]
-    _library.define(schema)
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(name, fake, lib=_library)
-
-
-_library = torch.library.Library("fixedpoint_kernels", "FRAGMENT")
-_define(
+define(
     "division_compress(Tensor x, int? block, int bits, SymInt seed, SymInt stream, int spatial)"
     " -> (Tensor, Tensor, Tensor)",
     _compress,
     _fake_compress,
 )
-_define(
+define(
     "division_decompress(Tensor means, Tensor codes, Tensor ranges, SymInt[] shape,"
     " ScalarType dtype, int? block, int bits, int spatial, bool is_channels_last) -> Tensor",
     _decompress,

@@ -1,9 +1,7 @@
 """``encode`` and ``decode`` as operators of PyTorch, which ``torch.compile`` keeps in its graphs."""
 
 from collections.abc import Callable
-from functools import cache, partial
-from importlib import import_module
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +11,14 @@ from fixedpoint_kernels._torch_private.modes import is_watched
 from fixedpoint_kernels.few_bit.fused import NONE, ONE_PASS, Fused, Passes
 from fixedpoint_kernels.few_bit.table import Table
 from fixedpoint_kernels.memory import in_memory
+from fixedpoint_kernels.operators import LIBRARY, define, kernels_for
 from fixedpoint_kernels.strides import laid
 
 _TILE = 1024
 _WORDS = 32  # a tile and bit: one a column
 _FLOATS = torch.float32, torch.bfloat16, torch.float16, torch.float64
 _tables: dict[str, Table] = {}
+kernels_of = kernels_for("few_bit")
 
 
 def register(table: Table) -> str:
@@ -189,16 +189,6 @@ def _decode(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Ten
     return out
 
 
-def kernels_of(x: Tensor) -> ModuleType:
-    """Return the kernels for where ``x`` is; no compiler is loaded before one is needed."""
-    return _kernels_of("cpu" if x.is_cpu else "gpu" if x.is_cuda else "reference")
-
-
-@cache  # an import statement takes as long as a kernel over 1,000 elements
-def _kernels_of(name: str) -> ModuleType:
-    return import_module(f"fixedpoint_kernels.few_bit.{name}")
-
-
 def _check_floating(dtype: torch.dtype) -> None:
     if dtype not in _FLOATS:
         raise TypeError(f"few-bit activations need a floating tensor, got {dtype}")
@@ -248,18 +238,12 @@ def _each(operator: Any, info: Any, in_dims: Any, *arguments: Any) -> tuple[Any,
 
 
 def _define(schema: str, run: Callable[..., object], fake: Callable[..., object]) -> None:
-    """Register an operator without the checks of ``custom_op``, which take 10 us a call."""
-    name = "few_bit_" + schema.partition("(")[0]
-    _library.define("few_bit_" + schema)
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fixedpoint_kernels::{name}", fake, lib=_library)
-    operator = getattr(torch.ops.fixedpoint_kernels, name).default
-    torch.library.register_vmap(
-        f"fixedpoint_kernels::{name}", partial(_each, operator), lib=_library
-    )
+    """Register an operator, and what ``torch.vmap`` makes of it."""
+    name = define("few_bit_" + schema, run, fake)
+    operator = getattr(torch.ops.fixedpoint_kernels, name.partition("::")[2]).default
+    torch.library.register_vmap(name, partial(_each, operator), lib=LIBRARY)
 
 
-_library = torch.library.Library("fixedpoint_kernels", "FRAGMENT")
 _define("encode(Tensor x, str table) -> Tensor", encode_plain, _empty_planes)
 _define(
     "value_and_encode(Tensor x, str table, str kind, float a, float b, float c, int[]? order=None)"

@@ -28,7 +28,6 @@ __all__ = [
     "compiled_in_place",
     "is_compiled",
     "largest_within",
-    "memory_budget_of",
 ]
 
 BACKEND = "inductor"
@@ -146,11 +145,6 @@ def compile_(model: nn.Module) -> None:
 def is_compiled(model: nn.Module) -> bool:
     """Whether a model was compiled, in place or by ``torch.compile``."""
     return vars(model).get(COMPILED_CALL) is not None or uncompiled(model) is not model
-
-
-def memory_budget_of(model: nn.Module) -> float | None:
-    """Return the budget with which ``convert`` compiled a model; None: it did not."""
-    return vars(model).get(BUDGET)
 
 
 def _compiled_call(

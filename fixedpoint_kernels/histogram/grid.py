@@ -22,12 +22,14 @@ from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.histogram import reference
 from fixedpoint_kernels.histogram.reference import Bins, Cells
 from fixedpoint_kernels.memory import in_memory
+from fixedpoint_kernels.operators import kernels_for
 from fixedpoint_kernels.rounding.reference import float_bounds
 
 __all__ = ["Expected", "Grid", "grid_histogram"]
 
 _MAX_CELLS = 2**24
 _LONGEST_FL = 31
+kernels_of = kernels_for("histogram")
 
 
 @dataclass(frozen=True)
@@ -157,17 +159,6 @@ def grid_histogram(x: Tensor, bins: Bins, fl: int) -> tuple[np.ndarray, Grid]:
     code = kernels_of(x) if x.numel() else reference
     own, table = code.cells(x.reshape(-1), bins, Cells(fl, first, size))
     return own.cpu().numpy().astype(np.float64), Grid(fl, first, table.cpu().numpy(), bins)
-
-
-def kernels_of(x: Tensor):
-    """Return the kernels for where ``x`` is; no compiler is loaded before one is needed."""
-    if x.is_cuda:
-        from fixedpoint_kernels.histogram import gpu as kernels
-    elif x.is_cpu:
-        from fixedpoint_kernels.histogram import cpu as kernels
-    else:
-        from fixedpoint_kernels.histogram import reference as kernels
-    return kernels
 
 
 @lru_cache(maxsize=4096)  # the same formats come layer after layer

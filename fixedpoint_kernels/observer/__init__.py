@@ -9,11 +9,13 @@ from torch import Tensor
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.memory import in_memory
 from fixedpoint_kernels.observer.reference import MAGNITUDES
+from fixedpoint_kernels.operators import kernels_for
 from fixedpoint_kernels.strides import laid, memory_order
 
 __all__ = ["MAGNITUDES", "mask_and_observe", "round_and_observe"]
 
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
+kernels_of = kernels_for("observer")
 
 
 def round_and_observe(x: Tensor, fmt: FixedPoint | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -87,17 +89,6 @@ def mask_and_observe(grad: Tensor, ste_mask: Tensor, *, clip: bool) -> tuple[Ten
         laid(grad, order), laid(ste_mask, order), None if out is None else laid(out, order)
     )
     return (given if out is None else out), squares
-
-
-def kernels_of(x: Tensor):
-    """Return the kernels for where ``x`` is; no compiler is loaded before one is needed."""
-    if x.is_cuda:
-        from fixedpoint_kernels.observer import gpu as kernels
-    elif x.is_cpu:
-        from fixedpoint_kernels.observer import cpu as kernels
-    else:
-        from fixedpoint_kernels.observer import reference as kernels
-    return kernels
 
 
 def _check(x: Tensor, name: str) -> None:

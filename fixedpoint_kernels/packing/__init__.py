@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels.memory import in_memory
+from fixedpoint_kernels.operators import kernels_for
 
 __all__ = ["pack", "unpack"]
 
 _INTEGERS = torch.int8, torch.int16, torch.int32, torch.int64
 _INTEGERS += torch.uint8, torch.uint16, torch.uint32, torch.uint64
+kernels_of = kernels_for("packing")
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -82,17 +84,6 @@ def unpack(packed: Tensor, bits: int, shape: int | Sequence[int], *, signed: boo
     if codes.numel():
         kernels_of(packed).unpack(packed.contiguous(), codes.view(-1), bits, signed)
     return codes
-
-
-def kernels_of(x: Tensor):
-    """Return the kernels for where ``x`` is; no compiler is loaded before one is needed."""
-    if x.is_cuda:
-        from fixedpoint_kernels.packing import gpu as kernels
-    elif x.is_cpu:
-        from fixedpoint_kernels.packing import cpu as kernels
-    else:
-        from fixedpoint_kernels.packing import reference as kernels
-    return kernels
 
 
 def _byte_count(count: int, bits: int) -> int:

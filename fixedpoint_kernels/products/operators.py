@@ -3,12 +3,13 @@
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fixedpoint_kernels.memory import check_memory, in_memory
+from fixedpoint_kernels.operators import define, kernels_for
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.products import reference
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Window
@@ -16,6 +17,7 @@ from fixedpoint_kernels.products.shapes import LONGEST_SUM, Window
 _INTEGERS = torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64
 _RESULTS = torch.int32, torch.int64, torch.float32, torch.bfloat16
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
+kernels_of = kernels_for("products")
 
 
 def _convolve(
@@ -144,40 +146,31 @@ def _unflattened(codes: Tensor, x: Tensor) -> Tensor:
     return codes.view(x.movedim(1, -1).shape).movedim(-1, 1)
 
 
-def _define(schema: str, run: Any, fake: Any) -> None:
-    """Register an operator without the checks of ``custom_op``, which take 10 us a call."""
-    name = "fixedpoint_kernels::" + schema.partition("(")[0]
-    _library.define(schema)
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(name, fake, lib=_library)
-
-
-_library = torch.library.Library("fixedpoint_kernels", "FRAGMENT")
-_define(
+define(
     "products_convolve(Tensor x, Tensor weight, Tensor? exponents, int[] window, ScalarType dtype)"
     " -> Tensor",
     _convolve,
     _fake_convolve,
 )
-_define(
+define(
     "products_convolve_with_statistics(Tensor x, Tensor weight, Tensor? exponents, int[] window,"
     " ScalarType dtype) -> (Tensor, Tensor)",
     _convolve_with_statistics,
     _fake_convolve_with_statistics,
 )
-_define(
+define(
     "products_input_gradient(Tensor grad, Tensor weight, Tensor? exponents, SymInt[] size,"
     " int[] window, ScalarType dtype) -> Tensor",
     _input_gradient,
     _fake_input_gradient,
 )
-_define(
+define(
     "products_weight_gradient(Tensor x, Tensor grad, Tensor? exponents, SymInt[] kernel,"
     " int[] window) -> Tensor",
     _weight_gradient,
     _fake_weight_gradient,
 )
-_define(
+define(
     "products_round_per_sample(Tensor x, SymInt seed, SymInt stream, SymInt first)"
     " -> (Tensor, Tensor)",
     _round_per_sample,
@@ -188,17 +181,6 @@ _define(
 def _held(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a kernel's results: int64 is for sums that are longer."""
     return torch.int32 if dtype is torch.int64 else dtype
-
-
-def kernels_of(x: Tensor):
-    """Return the kernels for where ``x`` is; no compiler is loaded before one is needed."""
-    if x.is_cuda:
-        from fixedpoint_kernels.products import gpu as kernels
-    elif x.is_cpu:
-        from fixedpoint_kernels.products import cpu as kernels
-    else:
-        from fixedpoint_kernels.products import reference as kernels
-    return kernels
 
 
 def _empty(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

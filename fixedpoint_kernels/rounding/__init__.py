@@ -22,6 +22,7 @@ from fixedpoint_kernels.memory import (
     is_float32,
     places_of,
 )
+from fixedpoint_kernels.operators import kernels_for
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding import reference
 from fixedpoint_kernels.rounding.reference import Rounding
@@ -35,6 +36,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 _PLAIN = {Tensor, Parameter}
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
 _ROUNDINGS = get_args(Rounding)
+kernels_of = kernels_for("rounding")
 
 
 @left_uncompiled
@@ -270,17 +272,6 @@ def decode(codes: Tensor, fmt: FixedPoint, *, dtype: torch.dtype = torch.float32
         )
     wide = torch.promote_types(dtype, torch.float32)  # float16 does not hold a code above 65,504
     return (codes.to(wide) * fmt.lsb).to(dtype)
-
-
-def kernels_of(x: Tensor):
-    """Return the kernels for where ``x`` is; no compiler is loaded before one is needed."""
-    if x.is_cuda:
-        from fixedpoint_kernels.rounding import gpu as kernels
-    elif x.is_cpu:
-        from fixedpoint_kernels.rounding import cpu as kernels
-    else:
-        from fixedpoint_kernels.rounding import reference as kernels
-    return kernels
 
 
 def _code_dtype(fmt: FixedPoint) -> torch.dtype:
