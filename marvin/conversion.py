@@ -205,8 +205,8 @@ def _chosen(model: nn.Module, include: _Choice, exclude: _Choice) -> set[str]:
         if choice is None:
             continue
         found[place] = set()
-        is_one = isinstance(choice, str | type | nn.Module) or not isinstance(choice, Iterable)
-        for item in [choice] if is_one else choice:
+        items = [choice] if isinstance(choice, str | type | nn.Module) else choice
+        for item in items if isinstance(items, Iterable) else [items]:
             if not isinstance(item, str | type | nn.Module):
                 raise TypeError(
                     f"{what} must have names, classes or modules, got {item!r:.60}: write "

@@ -341,7 +341,7 @@ def _window(
         ("padding", padding, 0),
         ("dilation", dilation, 1),
     ):
-        own = [value] * dims if isinstance(value, int) else _sequence(name, value, "one number or")
+        own = [value] * dims if isinstance(value, int) else _sequence(name, value, "one number or ")
         if len(own) != dims:
             raise ValueError(f"{name} must be one number or {dims}, got {value}")
         numbers += own if dims == 2 else [neutral, *own]
@@ -351,7 +351,7 @@ def _window(
 def _sequence(name: str, value: object, other: str = "") -> list[int]:
     if not isinstance(value, Sequence):  # a torch.Size is one
         raise TypeError(
-            f"{name} must be {other} a list of a number for each dimension, got {value!r:.60}"
+            f"{name} must be {other}a list of a number for each dimension, got {value!r:.60}"
         )
     return list(value)
 
