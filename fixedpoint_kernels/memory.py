@@ -57,7 +57,7 @@ def in_memory(x: Tensor, name: str = "x") -> Tensor:
     """Return ``x`` as its address gives it: a negation that waits (``z.conj().imag``) is done.
 
     Raises:
-        TypeError, ValueError: As ``check_memory``.
+        TypeError, ValueError, RuntimeError: As ``check_memory``.
     """
     check_memory(x, name)
     return x.resolve_neg() if x.is_neg() else x

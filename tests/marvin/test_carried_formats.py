@@ -296,6 +296,10 @@ def test_include_exclude_and_the_report():
         TypeError, match=r"exclude must have names, classes or modules, got 3: write"
     ):
         marvin.quantize_activations(model, optimizer, exclude=[3])
+    with pytest.raises(
+        TypeError, match=r"include must have names, classes or modules, got 3: write"
+    ):
+        marvin.quantize_activations(model, optimizer, include=3)
     with pytest.raises(TypeError, match=r"marvin\.MSGD.*got SGD"):
         marvin.quantize_activations(model, torch.optim.SGD(model.parameters()))
 
