@@ -588,13 +588,13 @@ class _CompactLayer(Layer):
     """A layer whose master is decoded when a policy asks for it; see ``_layer_of``."""
 
     @property
-    def master(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def master(self) -> Tensor:
         """The float32 weight."""
         own = vars(self)["master"]
         return own if isinstance(own, Tensor) else master_of(own)
 
     @master.setter
-    def master(self, value: Tensor) -> None:
+    def master(self, value: Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         vars(self)["master"] = value  # ``dataclasses.replace`` brings what it has read
 
 
