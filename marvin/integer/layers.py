@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError
 
 from fixedpoint_kernels._torch_private.modes import is_transformed, is_watched
-from fixedpoint_kernels._torch_private.modules import own_parameters
 from fixedpoint_kernels.watch import stock_class
 from marvin.compiled import is_exported, is_traced
 from marvin.integer import autograd, lone_run
@@ -181,7 +180,7 @@ def _forward(module: Any, x: Tensor, stock: Callable[[Tensor], Tensor]) -> Tenso
         if not is_watched():
             return autograd.multiply(x, weight_of(module), module.bias, layer)
     y = autograd.multiply_traceably(x, weight_of(module), module.bias, layer)
-    if is_exported() or not _goes_back(module, x):
+    if is_exported() or not lone_run.wants_gradient(module, x):
         return y
     floats = stock(x)  # codes have no gradients
     return y.detach() + (floats - floats.detach())
@@ -213,15 +212,9 @@ def _alone(
     module: nn.Module, x: Tensor, product: Product, options: Options, noise: autograd.Noise | None
 ) -> Tensor | None:
     """Return the output of a layer that can be one operation; ``noise``: None where nothing goes backward."""
-    if options != Options() or (noise is None and _goes_back(module, x)):
+    if options != Options() or (noise is None and lone_run.wants_gradient(module, x)):
         return None
     return lone_run.multiply(module, x, product, noise or autograd.Noise(0, 0, 0))
-
-
-def _goes_back(module: nn.Module, x: Tensor) -> bool:
-    return torch.is_grad_enabled() and (
-        x.requires_grad or any(p.requires_grad for _, p in own_parameters(module))
-    )
 
 
 def _untraceable() -> TraceError:

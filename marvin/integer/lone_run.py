@@ -45,7 +45,7 @@ from marvin.rounder import Rounder
 if TYPE_CHECKING:
     from fixedpoint_kernels.tokens.program import Program
 
-__all__ = ["forget", "from_floats", "multiply"]
+__all__ = ["forget", "from_floats", "multiply", "wants_gradient"]
 
 _Pair = tuple[Tensor, Tensor | None]
 
@@ -100,7 +100,7 @@ def from_floats(module: Any, x: object) -> Tensor | None:
         return None
     if rounders:
         return _trained(module, x, product, formats, rounders[0])
-    if _goes_back(module, x):
+    if wants_gradient(module, x):
         return None
     own = module.weight, module.bias
     call = _Call(formats.ste == "clip", NO_NOISE, own)
@@ -117,7 +117,7 @@ def _trained(
     module: Any, x: Tensor, product: Product, formats: ModuleFormats, rounder: Rounder
 ) -> Tensor | None:
     """Return the output of a layer that is not frozen, and count as its hooks would."""
-    state, goes_back = rounder.state, _goes_back(module, x)
+    state, goes_back = rounder.state, wants_gradient(module, x)
     trains = module.training and torch.is_grad_enabled()
     if (goes_back and not trains) or not _rounds_plainly(module, rounder, formats, x):
         return None
@@ -137,7 +137,8 @@ def _trained(
     return y
 
 
-def _goes_back(module: nn.Module, x: Tensor) -> bool:
+def wants_gradient(module: nn.Module, x: Tensor) -> bool:
+    """Say whether a call of a layer has a pass backward."""
     return torch.is_grad_enabled() and (
         x.requires_grad or any(p.requires_grad for _, p in own_parameters(module))
     )
