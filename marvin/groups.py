@@ -1,6 +1,7 @@
 """Parameter groups that an optimizer and the one it wraps have in common, and parameters that come later."""
 
 from collections.abc import Collection, Iterable, Sequence
+from copy import deepcopy
 from operator import is_, itemgetter
 
 import torch
@@ -179,15 +180,30 @@ class FollowsGroups(WatchesWeights):
     def _check_changed(self) -> None:
         """Refuse settings that somebody changed in a group; those of the wrapped optimizer are its own."""
         names = [name for name in self.defaults if name not in self.optimizer.defaults]
-        now = [*map(itemgetter(*names), self.param_groups)]
-        if now == self._checked:
+        try:
+            now = [*map(itemgetter(*names), self.param_groups)]
+        except KeyError as error:
+            raise ValueError(
+                f"parameter groups must have all settings of {type(self).__name__}, got one without {error}: "
+                f"write group[{error}] = optimizer.defaults[{error}]"
+            ) from None
+        if _is_same(now, self._checked):
             return
         for group in self.param_groups:
             self._check(group)
+        if self._seed != self.forward_state.seed:
+            raise ValueError(
+                f"the seed must stay {self.forward_state.seed}, whose noise the weights have, got "
+                f"seed={self._seed!r}: make a new optimizer with that"
+            )
         for values, before in zip(now[1:], self._checked[1:], strict=False):
             pairs = zip(names, values, before, strict=True)
-            self._check_common({name: value for name, value, old in pairs if value != old})
-        self._checked = now
+            self._check_common({name: new for name, new, old in pairs if not _is_same(new, old)})
+        # lists and tensors may be changed in place
+        self._checked = [
+            tuple(x.tolist() if isinstance(x, Tensor) else deepcopy(x) for x in values)
+            for values in now
+        ]
 
     def _check(self, group: Group) -> None:
         """Refuse a parameter group; subclasses add checks of their own."""
@@ -226,3 +242,11 @@ class FollowsGroups(WatchesWeights):
                     f"{name} is read from the first parameter group and must be {first!r} in others, "
                     f"got {name}={value!r}: give it to the first group"
                 )
+
+
+def _is_same(now: object, before: object) -> bool:
+    """Say whether settings are as they were; arrays of several numbers never are."""
+    try:
+        return bool(now == before)
+    except (RuntimeError, ValueError):  # such an array is neither true nor false
+        return False

@@ -191,6 +191,7 @@ class Quantized(SavesState, AskedByScaler):
         self._is_made, self._turn = False, RLock()
         super().__init__(optimizer.param_groups, {**optimizer.defaults, **options})
         del self._is_made
+        self.forward_state.seed = self._seed  # a group may have one of its own
         self._check_changed()
         self._follow([*self._layout.names])
         self._begin([*self._layout.names])  # a bias may come groups before its weight
@@ -248,7 +249,7 @@ class Quantized(SavesState, AskedByScaler):
                 second step and every 100th, a master.
             RuntimeError: A gradient is sparse, a CUDA graph is being captured, a model is in ``join()``, another optimizer was
                 made for the same parameters since, the wrapped one got parameter groups or is in eval mode, ``state`` lost
-                masters, or processes that train together begin with other seeds, masters, settings or formats.
+                masters, or processes that train together begin with other seeds, masters, settings or formats, or some without a loss.
             TypeError: ``closure`` is a loss, ``loss`` no number, or the model was made float64; or a setting
                 of a group must be a number, and was changed to something else.
             ValueError: ``loss`` has more than one element, a parameter has got another shape, or groups
@@ -286,7 +287,7 @@ class Quantized(SavesState, AskedByScaler):
             self._name_unseen()
         broken = self._adopt_changed() + (self._broken_masters() if looks else [])
         # before warnings, which some may take for errors: the others would wait
-        self._check_alike(processes)
+        self._check_alike(processes, has_loss=loss is not None)
         self._name_adopted()
         self._name_taken()
         self._begin(p for p in self._layout.names if p.grad is not None)
@@ -475,7 +476,7 @@ class Quantized(SavesState, AskedByScaler):
         self._processes.check_not_joining()
         return self._processes
 
-    def _check_alike(self, processes: Processes) -> None:
+    def _check_alike(self, processes: Processes, *, has_loss: bool) -> None:
         """Refuse the first step of processes that begin with other things."""
         if not processes.groups or self._alike is processes:
             return
@@ -486,6 +487,7 @@ class Quantized(SavesState, AskedByScaler):
             ("seed", self._seed),
             ("settings", [[group.get(name) for name in names] for group in self.param_groups]),
             ("formats", [self._counts.step, *map(str, self.formats().items())]),
+            ("use of loss=", has_loss),
         ]
         sums = self._sums_of_masters(processes)
         told += [("masters", sums.get(place)) for place in range(-1, processes.size)]

@@ -31,6 +31,7 @@ _REMEDIES = {
     "seed": "give the optimizer the same seed= in each; activations have noise of their own in each",
     "settings": "give the optimizer and its policy the same arguments in each",
     "formats": "load the same state in each",
+    "use of loss=": "give step(loss=...) the process's own loss in each process, or no loss in any",
     "masters": "call torch.manual_seed with the same seed before the model is made, or make the "
     "optimizer after DistributedDataParallel(model), which gives all the first one's weights",
 }
@@ -79,7 +80,7 @@ class Processes:
         """Return the mean of ``loss``, the same bits on each.
 
         Args:
-            loss: Of this process, one element; None, if so on all of them.
+            loss: Of this process, one element; None, if so on all of them, as ``check_alike`` has seen.
             device: Where the groups communicate.
         """
         if loss is None or not self.groups:
@@ -175,6 +176,7 @@ def _parallel_models() -> list[DistributedDataParallel]:
         gc.unfreeze()
     found = [x for x in gc.get_objects() if DistributedDataParallel in type(x).__mro__]
     if is_frozen:
+        gc.collect()  # or what waits to be collected would stay for ever
         gc.freeze()
     return found
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ def check_settings(settings: Settings, checks: Checks) -> None:
         value = settings[name]
         if isinstance(value, torch.Tensor) and value.numel() != 1:
             raise ValueError(f"{name} must be one number, got a tensor of {value.numel()}")
-        if not isinstance(value, int | float | torch.Tensor):
+        if not isinstance(value, Real | torch.Tensor):
             raise TypeError(f"{name} must be a number, got {name}={value!r}")
         if not value >= 0:
             raise ValueError(f"{name} must be 0 or more, got {name}={value}")
@@ -176,9 +176,10 @@ def misspelt(group: Group, known: Collection[str], settings: Collection[str]) ->
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and value >= 0
+    return isinstance(value, Real) and value >= 0
 
 
 def _is_range(bounds: Any, least: int) -> bool:
     lower, upper = bounds
-    return isinstance(lower, int) and isinstance(upper, int) and least <= lower <= upper
+    are_whole = isinstance(lower, int) and isinstance(upper, int)
+    return isinstance(bounds, list | tuple) and are_whole and least <= lower <= upper

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from typing import cast
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ __all__ = ["Strayed", "look_at"]
 _MUCH = 0.05
 """Of a weight's norm: averages of rounded weights, of 8 bits, are nearer to its format."""
 _PLAIN = {Tensor, nn.Parameter}
+_OTHER = torch.empty(0, device="meta")  # in the place of weights of other classes
 _NAMED: WeakSet[nn.Module] = WeakSet()  # layers that a warning has named
 
 
@@ -38,22 +39,26 @@ class Strayed:
         own = [
             pair for pair in tables if pair[1] is not vars(pair[0])
         ]  # other weights are computed
-        self._layers, self._tables = [layer for layer, _ in own], [table for _, table in own]
+        # weak ones: _ALONE would keep for ever what its values lead to
+        self._layers, self._tables = [ref(layer) for layer, _ in own], [table for _, table in own]
         self._before: list[tuple[int, int]] = [(-1, 0)] * len(self._layers)
 
     def look(self) -> None:
         """Warn once of each layer whose weight counts as another."""
         weights = cast("list[Tensor]", [own["weight"] for own in self._tables])
-        if is_watched() or not {*map(type, weights)} <= _PLAIN:  # of shapes without values, say
+        if is_watched():
             return
+        if not {*map(type, weights)} <= _PLAIN:
+            weights = [weight if type(weight) in _PLAIN else _OTHER for weight in weights]
         now = list(zip(versions_of(weights), map(Tensor.data_ptr, weights), strict=True))
         if now == self._before:
             return
         rows = zip(self._layers, weights, now, self._before, strict=True)
         changed = [
             (layer, weight, product)
-            for layer, weight, own, before in rows
-            if own != before and layer not in _NAMED and not weight.is_meta
+            for known, weight, own, before in rows
+            if own != before and not weight.is_meta
+            if (layer := known()) is not None and layer not in _NAMED
             if not isinstance(product := choose(layer, carried(layer)[0]), str)
         ]
         self._before = now

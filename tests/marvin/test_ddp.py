@@ -1,14 +1,17 @@
 """DistributedDataParallel: every process takes the same decisions and writes the same bits."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
+from marvin import ranks
 from marvin.ranks import ALONE, rank
 
 ROOT = Path(__file__).parents[2]
@@ -98,8 +101,9 @@ def found(tmp_path_factory):
         ("resumed", "formats, masters", "load the same state in each"),
         ("sharded seed", "seed", "give the optimizer the same seed="),
         ("replicas", "masters", "or make the optimizer after DistributedDataParallel"),
+        ("loss", "use of loss=", "the process's own loss in each process, or no loss in any"),
     ],
-    ids=["seed", "masters", "settings", "resumed", "sharded seed", "replicas"],
+    ids=["seed", "masters", "settings", "resumed", "sharded seed", "replicas", "loss"],
 )
 def test_processes_that_begin_with_other_things_all_refuse(found, case, name, remedy):
     for own in found:
@@ -108,7 +112,7 @@ def test_processes_that_begin_with_other_things_all_refuse(found, case, name, re
 
 
 @pytest.mark.parametrize(
-    "case", ["taken", "batch_size", "sharded", "same replicas", "by hand", "frozen"]
+    "case", ["taken", "batch_size", "sharded", "same replicas", "by hand", "frozen", "no loss"]
 )
 def test_processes_that_train_together_end_alike(found, case):
     """Weights of the first process that all take, samples of their own, rows of their own."""
@@ -135,6 +139,24 @@ def test_processes_that_dropped_their_wrapper_train_alone(found):
     for own in found:
         (said,) = own["dropped"]
         assert "this process trains alone" in said
+
+
+def test_a_look_for_models_lets_no_garbage_stay():
+    class Cycle:
+        def __init__(self):
+            self.own = self
+
+    gc.freeze()
+    try:
+        cycle = Cycle()
+        waits = weakref.ref(cycle)
+        del cycle
+        ranks._parallel_models()
+        gc.collect()
+        assert waits() is None
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
 
 
 def test_the_first_step_has_one_collective_more(found):

@@ -1,5 +1,6 @@
 """Parameter groups that somebody puts in the place of an optimizer's."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -182,6 +183,73 @@ def test_settings_are_checked_where_they_change_alone(monkeypatch):
     optimizer.param_groups[1]["fl"] = 6
     train(model, optimizer, 2)
     assert len(calls) == 2
+
+
+def change_in_place(settings):
+    settings["lookback"][0] = 50
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "message"),
+    [
+        ({"lookback": [5, 9]}, change_in_place, r"lookback must be two step counts, .*\[50, 9\]"),
+        ({"l1": torch.tensor(0.1)}, lambda g: g["l1"].fill_(-1), "l1 must be 0 or more, got l1=-1"),
+        ({}, lambda g: g.update(l1=np.ones(2)), "l1 must be a number, got l1=array"),
+        ({}, lambda g: g.update(lookback=np.array([5, 9])), "lookback must be two step counts"),
+        ({}, lambda g: g.update(resolution=torch.tensor([5, 9])), "resolution must be two bin"),
+        (
+            {},
+            lambda g: g.pop("max_wl"),
+            "must have all settings of Quantized, got one without 'max_wl'",
+        ),
+        (
+            {},
+            lambda g: g.update(seed=5),
+            "the seed must stay 0, whose noise the weights have, got seed=5",
+        ),
+    ],
+)
+def test_settings_that_change_in_place_go_or_are_arrays_are_refused(before, change, message):
+    model = nn.Linear(8, 2)
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer = marvin.Quantized(sgd, marvin.MarvinPolicy())
+    (group,) = optimizer.param_groups
+    group.update(before)
+    train(model, optimizer, 2)
+    right = {**group}
+    change(group)
+    for call in (lambda: train(model, optimizer, 1), optimizer.state_dict) * 2:
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
+    group.update(right, lookback=(5, 9), l1=0.0)
+    train(model, optimizer, 1)
+
+
+def test_a_seed_of_the_first_group_is_that_of_activations_also_where_a_state_is_loaded():
+    def built():
+        torch.manual_seed(0)
+        model = nn.Linear(8, 2)
+        groups = [{"params": model.named_parameters(), "seed": 5}]
+        optimizer = marvin.Quantized(torch.optim.SGD(groups, lr=0.1), marvin.FixedPolicy(6, 3))
+        marvin.quantize_activations(model, optimizer)
+        return model, optimizer
+
+    model, optimizer = built()
+    train(model, optimizer, 2)
+    later, loaded = built()
+    loaded.load_state_dict(optimizer.state_dict())
+    for own in ((model, optimizer), (later, loaded)):
+        train(*own, 2, first=2)
+    assert_same(masters(optimizer), masters(loaded))
+
+
+def test_numbers_of_numpy_are_numbers():
+    model = nn.Linear(8, 2)
+    optimizer = marvin.MSGD(model.named_parameters(), lr=np.float32(0.1))
+    train(model, optimizer, 1)
+    (group,) = optimizer.param_groups
+    group |= {"lr": np.float32(0.05), "l1": np.float32(1e-5), "kl_eps": np.float32(1e-8)}
+    train(model, optimizer, 1)
 
 
 def test_what_is_read_from_the_first_group_may_not_change_in_others():

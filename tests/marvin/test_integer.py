@@ -1,12 +1,14 @@
 """Layers on integer units: against float64, against their own simulation, and through what people do."""
 
 import copy
+import gc
 import io
 import math
 import pickle
 import subprocess
 import sys
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from fixedpoint_kernels._torch_private.modes import fake_tensor_mode
 from marvin.integer import IntegerConv2d, conversion, convert, report, revert
 from marvin.integer.autograd import Layer, Noise, multiply
 from marvin.integer.formats import Options, Product, has_nan, size_of
+from marvin.integer.strayed import Strayed
 from marvin.rounder import formats_of
 
 POLICIES = {
@@ -716,6 +719,41 @@ def test_weights_that_count_as_far_others_are_named_once(kind, fused, change):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(x)
+
+
+def alone(count):
+    """Converted layers that run one by one, for an ``if`` on values is between them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(count)))
+    wrapped = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    marvin.quantize_activations(model, marvin.Quantized(wrapped, marvin.FixedPolicy(8, 5)))
+    frozen = marvin.freeze(model)
+    convert(frozen, fused=False)
+    return frozen
+
+
+@pytest.mark.skipif(not products.path().is_own, reason="no own path of products on this processor")
+def test_layers_that_ran_alone_in_eval_mode_go_with_their_model():
+    model = alone(2)
+    model(torch.rand(16, 16))
+    layers = [weakref.ref(layer) for layer in model]
+    del model
+    gc.collect()
+    assert [layer() for layer in layers] == [None, None]
+
+
+def test_a_weight_of_another_class_hides_no_other_that_strayed():
+    class Own(nn.Parameter):
+        pass
+
+    model = alone(3)
+    model[2].weight = Own(model[2].weight.detach(), requires_grad=False)
+    strayed = Strayed(model)
+    strayed.look()
+    with torch.no_grad():
+        model[0].weight *= 0.01
+    with pytest.warns(UserWarning, match=STRAYED):
+        strayed.look()
 
 
 def test_the_report_names_what_a_module_multiplies_by_itself():

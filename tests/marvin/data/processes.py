@@ -32,14 +32,14 @@ def budget(model, seed=0, **settings):
     return marvin.Quantized(adamw, marvin.LossBudgetPolicy(window=4, **settings), seed=seed)
 
 
-def train(optimizer, parallel, number, steps=9):
+def train(optimizer, parallel, number, steps=9, *, tells=True):
     """Each number has samples of its own, and their scale."""
     for i in range(steps):
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(100 * i + number))
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(parallel((1 + 7 * number) * x), (x[:, 0] > 0).long())
         loss.backward()
-        optimizer.step(loss=loss)
+        optimizer.step(loss=loss if tells else None)
 
 
 def train_alone(number, wrap=lambda model: model):
@@ -52,14 +52,14 @@ def train_alone(number, wrap=lambda model: model):
     return weights, [str(row) for row in optimizer.trace]
 
 
-def train_together(model, optimizer, wrap=DistributedDataParallel):
+def train_together(model, optimizer, wrap=DistributedDataParallel, *, tells=True):
     """Train in both processes; the refusal, or whether both have the same weights."""
     marvin.quantize_activations(model, optimizer)
     parallel = wrap(model)
     try:
         with warnings.catch_warnings():  # the second process takes the weights of the first
             warnings.filterwarnings("ignore", message="weights changed outside")
-            train(optimizer, parallel, dist.get_rank())
+            train(optimizer, parallel, dist.get_rank(), tells=tells)
     except RuntimeError as error:
         return str(error)
     weights = [getattr(p, "full_tensor", p.detach)().tolist() for p in model.parameters()]
@@ -172,6 +172,8 @@ def main(folder):
         "taken": begin(budget, seed=rank),
         "settings": begin(budget, max_wl=7 + rank),
         "batch_size": begin(budget, batch_size=8 + rank),
+        "loss": train_together(model := make_model(0), budget(model), tells=rank == 0),
+        "no loss": train_together(model := make_model(0), msgd(model), tells=False),
         "resumed": resumed(rank),
         "sharded": begin(budget, seed=rank, wrap=shard),
         "sharded seed": begin(lambda m: budget(m, seed=rank), wrap=shard),
