@@ -10,6 +10,9 @@ from fixedpoint_kernels.rounding.reference import power
 __all__ = ["block_fl", "quantize_block"]
 
 _MOST = 126  # 2**126 and its inverse are normal numbers of float32
+_POWERS = torch.tensor(
+    [2.0**n for n in range(-_MOST, _MOST + 1)], dtype=torch.float64, device="cpu"
+)
 
 
 def quantize_block(
@@ -77,6 +80,9 @@ def block_fl(x: Tensor, fmt: BlockFloat, *, per_sample: bool = False) -> Tensor:
     up = torch.where(high > 0, (fmt.max_code + 0.5) / high, unbounded)
     down = torch.where(low < 0, (fmt.min_code - 0.5) / low, unbounded)
     ratio = torch.minimum(up, down)
-    fl = torch.frexp(ratio).exponent - 1  # of m * 2**e with 1/2 <= m < 1
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # ONNX has no frexp
+        fl = (ratio.unsqueeze(-1) >= _POWERS.to(ratio.device)).sum(-1).int() - _MOST - 1
+    else:
+        fl = torch.frexp(ratio).exponent - 1  # of m * 2**e with 1/2 <= m < 1
     known = (ratio > 0) & ratio.isfinite()
     return torch.where(known, fl, 0).clamp(-_MOST, _MOST)

@@ -69,7 +69,7 @@ def fractional_length(x: Tensor, fmt: Minifloat) -> Tensor:
 def power(fl: Tensor) -> Tensor:
     """Return ``2**fl`` exactly, float32, of integers from -126 to 127: its exponent bits."""
     if is_exported():  # traces, and files of ONNX, have no view in another dtype
-        return torch.take(_POWERS.to(fl.device), fl.long() + 126)
+        return _POWERS.to(fl.device)[fl.long() + 126]
     return ((fl.to(torch.int32) + 127) << 23).view(torch.float32)
 
 

@@ -89,3 +89,15 @@ def test_bad_formats_are_named():
         BlockFloat(32)
     with pytest.raises(TypeError, match="wl must be an integer"):
         BlockFloat(8.5)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traces_find_the_same_power_of_two():
+    fmt = BlockFloat(8)
+    traced = torch.jit.trace(lambda x: block_fl(x, fmt), torch.ones(2))
+    values = [0.0, 1e-45, 3.4e38, math.inf, math.nan]
+    values += [2.0**n * m for n in (-149, -126, -3, 0, 7, 126) for m in (1, 127.5 / 128, 257 / 256)]
+    for value in values:
+        for x in (torch.tensor([value, 0]), torch.tensor([0, -value])):
+            assert traced(x).item() == block_fl(x, fmt).item()
+            assert traced(x).dtype == block_fl(x, fmt).dtype
