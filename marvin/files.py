@@ -113,7 +113,7 @@ def gone_folder(path: Path) -> Path | None:
             continue
         try:
             is_there = os.path.samestat(os.stat(folder / LOCK), os.fstat(handle))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # a file may have its name by now
             is_there = False
         if not is_there:
             return folder

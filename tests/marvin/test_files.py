@@ -52,22 +52,25 @@ with lock_folder(pathlib.Path({str(tmp_path)!r})):
         assert word == ""
 
 
-@pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize("taken", [False, True, "file"])
 def test_where_a_locked_folder_was_moved_nothing_is_written(tmp_path, taken):
     folder = tmp_path / "run"
     with lock_folder(folder):
         write_atomic(folder / "a", "1")
         folder.rename(tmp_path / "moved")
-        if taken:
+        if taken == "file":
+            folder.touch()
+        elif taken:
             folder.mkdir()
             (folder / LOCK).touch()
         for path in (folder / "a", folder / "inner" / "b"):
             with pytest.raises(FileNotFoundError, match="it was moved or removed while") as caught:
                 write_atomic(path, "2")
             assert caught.value.filename == str(folder)
-        assert not taken or [path.name for path in folder.iterdir()] == [LOCK]
+        assert taken is not True or [path.name for path in folder.iterdir()] == [LOCK]
         write_atomic(tmp_path / "other", "3")
-    write_atomic(folder / "a", "4")
+    if taken != "file":
+        write_atomic(folder / "a", "4")
 
 
 @needs_flock
