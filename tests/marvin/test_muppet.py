@@ -1,4 +1,5 @@
 import copy
+import io
 import json
 import math
 
@@ -264,3 +265,24 @@ def test_a_state_of_fewer_levels_is_refused():
 def test_bad_settings_are_named(settings, message):
     with pytest.raises((TypeError, ValueError), match=message):
         MuppetPolicy(**settings)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_frozen_model_goes_through_torchs_exporters():
+    model, optimizer = make(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
+    marvin.quantize_activations(model, optimizer)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    model(x).square().mean().backward()
+    optimizer.step(loss=1.0)
+    frozen = marvin.freeze(model)
+    program = torch.export.export(frozen, (x,)).run_decompositions()
+    torch.testing.assert_close(program.module()(x), frozen(x))
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    file = io.BytesIO()
+    torch.onnx.export(frozen, (x,), file, dynamo=False)
+    session = onnxruntime.InferenceSession(file.getvalue())
+    for own in (x, 1e-20 * x, torch.zeros_like(x)):
+        (y,) = session.run(None, {session.get_inputs()[0].name: own.numpy()})
+        torch.testing.assert_close(torch.from_numpy(y), frozen(own), rtol=1e-6, atol=1e-6)
