@@ -202,8 +202,11 @@ class Tracer(AskedTracer):
             return super().to_bool(obj)
 
     def iter(self, obj: Any) -> Iterator[Any]:
-        """Refuse a loop over a value; remember it, even if the model's code catches the error."""
-        raise self.refused("it loops over a value, or takes it apart")
+        """Yield what is known to be in a value; else refuse a loop, and remember it, even if the model's code catches the error."""
+        length = self.length(obj)
+        if length is None:
+            raise self.refused("it loops over a value, or takes it apart")
+        return (obj[i] for i in range(length))
 
     @contextmanager
     def _noted(self) -> Iterator[None]:

@@ -224,11 +224,6 @@ class _Tracer(Tracer):
         """Return how many sizes a shape has."""
         return self.sizes.length(obj.node)
 
-    def iter(self, obj: Any) -> Iterator[Any]:
-        """Yield each size of a shape."""
-        length = self.length(obj)
-        return super().iter(obj) if length is None else (obj[i] for i in range(length))
-
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Answer a comparison of sizes, or of dtypes."""
         truth = self.sizes.truth(obj.node)

@@ -357,11 +357,6 @@ class _Tracer(Tracer):
         number = self._ask(SampleSizes.known, proxy)
         return number if isinstance(number, int | float) else None
 
-    def iter(self, obj: Any) -> Iterator[Any]:
-        """Yield each size of a shape."""
-        length = self.length(obj)
-        return super().iter(obj) if length is None else (obj[i] for i in range(length))
-
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Answer a comparison of sizes that are the same however many samples come."""
         number = self.number(obj)
