@@ -10,6 +10,7 @@ from torch import nn
 import marvin
 from fixedpoint_kernels import BlockFloat, quantize_block
 from marvin import MuppetPolicy, Quantized
+from marvin.freezing import _round
 from marvin.policies.muppet import Stage, epoch_diversity, threshold
 from marvin.policies.records import Layer, Step
 from marvin.shards import Shard
@@ -286,3 +287,15 @@ def test_a_frozen_model_goes_through_torchs_exporters():
     for own in (x, 1e-20 * x, torch.zeros_like(x)):
         (y,) = session.run(None, {session.get_inputs()[0].name: own.numpy()})
         torch.testing.assert_close(torch.from_numpy(y), frozen(own), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch's own
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_roundings_of_a_frozen_model_decompose(per_sample):
+    class Rounds(torch.nn.Module):
+        def forward(self, x):
+            return _round(x, BlockFloat(8), per_sample=per_sample)
+
+    x = torch.linspace(-3, 40, 24).reshape(4, 6)
+    program = torch.export.export(Rounds(), (x,)).run_decompositions()
+    assert torch.equal(program.module()(9 * x), Rounds()(9 * x))
