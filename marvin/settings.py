@@ -121,7 +121,7 @@ def check_settings(settings: Settings, checks: Checks) -> None:
             raise ValueError(f"{name} must be one number, got a tensor of {value.numel()}")
         if not isinstance(value, Real | torch.Tensor):
             raise TypeError(f"{name} must be a number, got {name}={value!r}")
-        if not value >= 0:
+        if not float(value) >= 0:
             raise ValueError(f"{name} must be 0 or more, got {name}={value}")
         if value == math.inf:
             raise ValueError(f"{name} must be finite, got {name}={value}")
@@ -176,7 +176,7 @@ def misspelt(group: Group, known: Collection[str], settings: Collection[str]) ->
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and value >= 0
+    return isinstance(value, Real) and float(value) >= 0
 
 
 def _is_range(bounds: Any, least: int) -> bool:
