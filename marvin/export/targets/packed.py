@@ -143,6 +143,7 @@ def pack_network(network: Network) -> Packed:
         network: From ``describe``.
 
     Raises:
+        ExportError: A number has a code that its format lacks.
         TypeError: ``network`` is not a ``Network``.
     """
     check_network(network)

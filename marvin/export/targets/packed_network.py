@@ -100,6 +100,9 @@ def write_network(network: Network, tensors: Tensors) -> dict[str, Json]:
     Args:
         network: From ``describe``.
         tensors: Its numbers are added to these; what is there already is not stored again.
+
+    Raises:
+        ExportError: A number has a code that its format lacks.
     """
     operations = []
     for op in network.operations:

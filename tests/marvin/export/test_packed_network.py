@@ -238,6 +238,15 @@ def test_formats_of_channels_must_fit():
         packed.pack_state({"w": torch.tensor([[0.125, 0], [0, 0], [0, 0]])}, {"w": fmt})
 
 
+def test_a_code_that_its_format_lacks_is_refused(plain):
+    network = plain()[1]
+    (first, *_) = (op for op in network.operations if isinstance(op, Weighted))
+    wrong = dataclasses.replace(first, weight=first.weight + 2**40)
+    operations = tuple(wrong if op is first else op for op in network.operations)
+    with pytest.raises(ExportError, match="weight must have codes of <"):
+        packed.pack_network(dataclasses.replace(network, operations=operations))
+
+
 def test_every_operation_is_written_by_its_fields():
     """A record with a field of a new type must get a reader of that type."""
     for kind in packed_network._KINDS.values():
