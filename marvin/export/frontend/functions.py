@@ -94,6 +94,14 @@ def _relu_in_place() -> nn.Module:
     return nn.ReLU(inplace=True)
 
 
+def _to(*args: object, **kwargs: object) -> nn.Module | None:
+    """Return what does nothing where a value becomes what it is."""
+    is_known = all(
+        own in (torch.float32, "cpu", torch.device("cpu")) for own in (*args, *kwargs.values())
+    )
+    return nn.Identity() if is_known else None
+
+
 _LAYERS: list[tuple[Sequence[object], Callable[..., nn.Module | None]]] = [
     ((torch.relu, F.relu, "relu"), lambda inplace=False: nn.ReLU(inplace)),
     ((torch.relu_, F.relu_, "relu_"), _relu_in_place),
@@ -121,7 +129,8 @@ _LAYERS: list[tuple[Sequence[object], Callable[..., nn.Module | None]]] = [
     ((F.adaptive_max_pool1d,), _adaptive_max_pool(nn.AdaptiveMaxPool1d)),
     ((F.pad,), _pad),
     ((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout), _dropout),
-    (("detach", "float", torch.detach), nn.Identity),
+    (("detach", "float", "cpu", torch.detach), nn.Identity),
+    (("to",), _to),
 ]  # fmt: skip
 _BY_TARGET = {target: make for targets, make in _LAYERS for target in targets}
 # of torchvision, which need not be installed

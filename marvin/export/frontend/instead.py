@@ -10,6 +10,7 @@ _DECODER = "decoders have no integers yet: use encoders"
 _RECURRENT = "use Conv1d or attention over the sequence"
 _SIDES = "use one or two dimensions: flatten one of three into channels"
 _REPEAT = "repeat columns by torch.cat([x[..., None]] * 2, -1).flatten(-2), rows likewise"
+_SPREAD = "leave it out where a sum or a product takes it, which repeat sides of 1"
 _PAD = "put zeros around it: F.pad(x, sides) or padding= of the layer behind it"
 _MODULE = "use the module, such as nn.Linear or nn.Conv2d: its weight has a format"
 _MAX = "use nn.AdaptiveMaxPool2d(1), or max pooling in one dimension"
@@ -56,7 +57,12 @@ _CALLS = {
     "log_softmax": "leave it out: the largest output is the same",
     "interpolate": _REPEAT,
     "repeat_interleave": _REPEAT,
-    "expand": _REPEAT,
+    "expand": f"{_SPREAD}; else {_REPEAT}",
+    "expand_as": _SPREAD,
+    "addcmul": "write a + b * c",
+    "addcdiv": "write a + b / c",
+    "to": "values are float32 on a CPU: leave it out",
+    "type_as": "values are float32: leave it out",
     "pixel_shuffle": _VIEWS,
     "glu": _GATE,
     "stack": "use torch.cat of values with a dimension more: x[:, None]",

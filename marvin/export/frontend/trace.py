@@ -330,6 +330,16 @@ class _Tracer(Tracer):
         result = super().call_module(m, forward, inputs, options, **kwargs)
         return self._round(result, formats.output)
 
+    def path_of_module(self, mod: nn.Module) -> str:
+        """Return the name of a module of the model."""
+        try:
+            return super().path_of_module(mod)
+        except NameError:
+            raise TypeError(
+                f"forward calls a {type(mod).__name__} that is no part of the model, made there or kept in a list: "
+                f"make it in __init__, self.layer = {type(mod).__name__}(...), or keep it in an nn.ModuleList"
+            ) from None
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Say whether a module is one layer: torch's are, and what rounds by itself."""
         return isinstance(m, Quantizer) or super().is_leaf_module(m, module_qualified_name)

@@ -105,11 +105,24 @@ def _assigned(m, y):
             lambda m, y: nn.functional.max_pool2d(y, 2, return_indices=True)[0],
             "leave out return_indices",
         ),
+        (lambda m, y: nn.ReLU()(y), "calls a ReLU that is no part of the model, .* nn.ModuleList"),
+        (
+            lambda m, y: y * torch.sigmoid(y.mean((2, 3), True)).expand_as(y),
+            "leave it out where a sum or a product",
+        ),
+        (lambda m, y: torch.addcmul(y, y, y), "write a \\+ b \\* c"),
+        (lambda m, y: y.to(torch.float64), "values are float32 on a CPU: leave it out"),
+        (lambda m, y: y.type_as(y), "values are float32: leave it out"),
     ],
 )
 def test_it_says_what_to_write(behind, message):
     with pytest.raises(ExportError, match=message):
         describe(fixed(behind), X)
+
+
+def test_a_value_may_become_what_it_is():
+    network = describe(fixed(lambda m, y: y.to(torch.float32).cpu().to("cpu", torch.float32)), X)
+    assert len(network.operations) == len(describe(fixed(), X).operations)
 
 
 @pytest.mark.parametrize("samples", [(X * 10).to(torch.uint8), X.double()])
