@@ -122,6 +122,7 @@ def read_json(path: Path) -> dict[str, Any]:
     text = read_text(path)
     try:
         values = json.loads(text)
+        json.dumps(values, ensure_ascii=False).encode()  # texts may have halves of characters
     except (ValueError, RecursionError, MemoryError) as error:
         raise RunError(f"{path} must hold a JSON object: {error}") from error
     if not isinstance(values, dict):

@@ -163,6 +163,11 @@ def test_wrong_content_says_what(folder, name, old, new, message):
     [
         ("config.json", "[" * 100_000, "config.json must hold a JSON object"),
         ("config.json", "[]", "config.json must hold a JSON object, got list"),
+        (
+            "config.json",
+            '{"dataset": "\\ud800"}',
+            "config.json must hold a JSON object: .*surrogates",
+        ),
         ("environment.json", "{", "environment.json must hold a JSON object"),
         ("environment.json", '{"a":' * 100_000, "environment.json must hold a JSON object"),
         ("timing.csv", "images_per_s\nnan\n", "images_per_s must be a number, got 'nan'"),

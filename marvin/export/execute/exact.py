@@ -61,7 +61,8 @@ def exact_module(network: Network) -> ExactModule:
 
     ``marvin.freeze`` keeps the model's own norms, softmax and batch normalisation, in floats. Here they
     are what is exported, so the module's accuracy is the accuracy of the files. Values are float64, each
-    a code times ``2**-fl``; norms and softmax are int64 inside. It runs where its input is.
+    a code times ``2**-fl``; norms and softmax are int64 inside. It runs where its input is. Its ``state_dict()`` is
+    empty: save the module, ``torch.save(exact, path)``, or the network, ``marvin.export.packed.save(network, path)``.
 
     Args:
         network: From ``describe``, ``round_sums`` or a packed file.

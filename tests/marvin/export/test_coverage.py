@@ -475,8 +475,12 @@ def test_what_hls4ml_is_asked_for_is_checked(tmp_path):
     for wrong, message in (
         ({"io": "stream"}, "io must be one of io_parallel, io_stream, got 'stream'"),
         ({"strategy": "latency"}, "strategy must be one of Latency, Resource"),
-        ({"reuse_factor": 0}, "reuse_factor at least 1, got 5.0 and 0"),
-        ({"clock_ns": 0.0}, "clock_ns must be above 0"),
+        ({"reuse_factor": 0}, "reuse_factor a whole number of at least 1, got 5.0 and 0"),
+        ({"reuse_factor": 1.5}, "reuse_factor a whole number of at least 1, got 5.0 and 1.5"),
+        ({"clock_ns": 0.0}, "clock_ns must be a number above 0"),
+        ({"clock_ns": "5"}, "clock_ns must be a number above 0 .*, got '5' and 1"),
+        ({"clock_ns": float("inf")}, "clock_ns must be a number above 0"),
+        ({"part": 3}, "part must be the name of one, or None, got 3"),
     ):
         with pytest.raises(ExportError, match=message):
             hls4ml.Hardware(**wrong)

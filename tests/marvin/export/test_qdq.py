@@ -193,6 +193,8 @@ def test_what_it_cannot_hold_is_named(make, plain, tmp_path):
     for other in ("vnni", "int4"):
         with pytest.raises(ExportError, match="qdq has none"):
             exporter.to_model(network, "qdq", **{other: True})
+        with pytest.raises(ExportError, match="float64 has none"):
+            exporter.to_model(network, **{other: True})
     assert exporter.container_of(network) != "qdq"
 
 

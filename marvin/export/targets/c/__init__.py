@@ -121,7 +121,7 @@ def write(network: Network, name: str = "network", *, nibbles: bool = False) -> 
             formats, or sums that 64 bits do not hold; the operation is named.
         TypeError: ``network`` is not a ``Network``.
     """
-    if not name.isidentifier() or not name.isascii():
+    if not (isinstance(name, str) and name.isidentifier() and name.isascii()):
         raise ExportError(f"the name of a C file must be letters, digits and _, got {name!r:.80}")
     first, tables, helpers = input_of(network), Tables(), Helpers(name)
     network = expanded(network)

@@ -6,6 +6,7 @@ other value, and every accumulator, has a type that holds whatever it can be. Im
 channels-last inside, as hls4ml wants them.
 """
 
+import math
 import re
 import subprocess
 from dataclasses import dataclass, field
@@ -79,11 +80,14 @@ class Hardware:
         for name, value, known in (("io", self.io, _IO), ("strategy", self.strategy, _STRATEGIES)):
             if value not in known:
                 raise ExportError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-        if not self.clock_ns > 0 or self.reuse_factor < 1:
+        is_clock = isinstance(self.clock_ns, int | float) and 0 < self.clock_ns < math.inf
+        if not is_clock or type(self.reuse_factor) is not int or self.reuse_factor < 1:
             raise ExportError(
-                "clock_ns must be above 0 and reuse_factor at least 1, got "
-                f"{self.clock_ns} and {self.reuse_factor}"
+                "clock_ns must be a number above 0 and reuse_factor a whole number of at least 1, got "
+                f"{self.clock_ns!r} and {self.reuse_factor!r}"
             )
+        if not isinstance(self.part, str | None):
+            raise ExportError(f"part must be the name of one, or None, got {self.part!r}")
 
 
 _ANY = Hardware()

@@ -121,8 +121,10 @@ def to_model(
     container = _container(container, spelling) or container_of(network)
     if container not in get_args(Container):
         raise ExportError(f"container must be one of {get_args(Container)}, got {container!r}")
-    if container == "qdq" and (vnni or int4):
-        raise ExportError("vnni and int4 are of integer kernels, qdq has none: give one of them")
+    if container != "int8" and (vnni or int4):
+        raise ExportError(
+            f"vnni and int4 are of integer kernels, {container} has none: give one of them"
+        )
     writer, outputs = _written(network, container, vnni, int4)
     return writer.graph.model(network, outputs)
 
