@@ -175,6 +175,7 @@ _CALLED = {
     "torch.device": _Made,
     "torch.serialization._get_layout": _Made,
     "torch._tensor._rebuild_from_type_v2": _rebuilt,
+    "torch._utils._rebuild_meta_tensor_no_storage": _Made,  # without values, whatever its size
     "torch._utils._rebuild_parameter": _Made,
     "torch._utils._rebuild_parameter_with_state": _Made,
     "torch._utils._rebuild_tensor_v2": _Made,

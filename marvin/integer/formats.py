@@ -173,7 +173,7 @@ def choose(module: nn.Module, formats: ModuleFormats) -> Product | str:
 def _why_no_shifts(module: nn.Module, product: Product) -> str:
     """Say why a layer is not multiplied by its formats by channel; "" where it is."""
     count, channels = len(product.shifts), weight_of(module).shape[-1 * product.is_transposed]
-    if count != channels:
+    if not torch.jit.is_tracing() and count != channels:  # in such a trace, sizes are tensors
         return (
             f"its weight has {channels} channels, its formats are of {count}: make an optimizer of the "
             "weights of now, and call marvin.quantize_activations again"
