@@ -69,7 +69,9 @@ def fractional_length(x: Tensor, fmt: Minifloat) -> Tensor:
 def power(fl: Tensor) -> Tensor:
     """Return ``2**fl`` exactly, float32, of integers from -126 to 127: its exponent bits."""
     if is_exported():  # traces, and files of ONNX, have no view in another dtype
-        return _POWERS.to(fl.device)[fl.long() + 126]
+        # not ``take``, which has no decomposition, and no index of no dimension, whose value torch 2.9 asks for
+        places = (fl.long() + 126).reshape(-1)
+        return _POWERS.to(fl.device).index_select(0, places).reshape(fl.shape)
     return ((fl.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
