@@ -28,7 +28,8 @@ test-all: $(VENV)/installed-dev $(VENV)-qonnx/installed
 test-oldest: $(VENV)-oldest/installed
 	OMP_NUM_THREADS=1 $(VENV)-oldest/bin/python -m pytest -m "not slow" tests/test_torch_private.py \
 	  tests/fixedpoint_kernels/test_rounding.py tests/fixedpoint_kernels/test_norms.py tests/marvin/test_tensorboard.py \
-	  tests/marvin/test_files.py tests/train/test_plot.py tests/marvin/test_carried_formats.py \
+	  tests/marvin/test_files.py tests/marvin/test_saved_file.py tests/marvin/test_muppet.py \
+	  tests/train/test_plot.py tests/marvin/test_carried_formats.py \
 	  tests/marvin/test_fusion.py::test_frozen_models_are_compiled_whole tests/marvin/test_integer.py::test_compiled \
 	  tests/marvin/test_mixed_precision.py::test_other_calls_in_compiled_code_are_done_outside_of_it
 
