@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels.formats import BlockFloat, FixedPoint
+from fixedpoint_kernels.memory import is_exported
 from fixedpoint_kernels.rounding import Rounding, check_values, quantize
 from fixedpoint_kernels.rounding.reference import power
 
@@ -80,7 +81,7 @@ def block_fl(x: Tensor, fmt: BlockFloat, *, per_sample: bool = False) -> Tensor:
     up = torch.where(high > 0, (fmt.max_code + 0.5) / high, unbounded)
     down = torch.where(low < 0, (fmt.min_code - 0.5) / low, unbounded)
     ratio = torch.minimum(up, down)
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # ONNX has no frexp
+    if is_exported():  # ONNX has no frexp
         fl = (ratio.unsqueeze(-1) >= _POWERS.to(ratio.device)).sum(-1).int() - _MOST - 1
     else:
         fl = torch.frexp(ratio).exponent - 1  # of m * 2**e with 1/2 <= m < 1

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizat
 from fixedpoint_kernels._torch_private.modules import own_hooks
 from marvin.compiled import check_uncompiled
 from marvin.hooks import rounders_of
-from marvin.refused import check_model, check_whole
+from marvin.refused import check_model, check_unsharded
 
 __all__ = [
     "Attention",
@@ -50,7 +50,7 @@ def spell_attention(model: nn.Module) -> nn.Module:
     """
     check_model(model, "spell_attention(model)")
     check_uncompiled(model, "spell_attention(model)")
-    check_whole(model)
+    check_unsharded(model)
     _check_untied(model)
     return _spelled(copy.deepcopy(model), "", {})
 

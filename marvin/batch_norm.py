@@ -74,17 +74,15 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[_Batch]) -> tuple[
         hooks = [
             norm.module.register_forward_pre_hook(norm, with_kwargs=True) for norm in norms.values()
         ]
-        try:
-            model.eval()
-            for batch in batches:
-                _forward(model, batch)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-            for hook in hooks:
-                hook.remove()
-            for norm in norms.values():
-                norm.restore()
+        model.eval()
+        for batch in batches:
+            _forward(model, batch)
+        for module, mode in modes.items():
+            module.training = mode
+        for hook in hooks:
+            hook.remove()
+        for norm in norms.values():
+            norm.restore()
     totals = {name: norm.means() for name, norm in norms.items()}
     found = {name: means for name, means in totals.items() if means is not None}
     if wrong := [name for name, means in found.items() if not means.isfinite().all()]:

@@ -28,7 +28,13 @@ from marvin.hooks import rounders_of, see_what_is_rounded
 from marvin.layers import computed_weights, is_layer
 from marvin.model_formats import ModuleFormats
 from marvin.nested import mapped, mapped_output
-from marvin.refused import check_batches, check_model, check_one_input, check_values, check_whole
+from marvin.refused import (
+    check_batches,
+    check_model,
+    check_one_input,
+    check_unsharded,
+    check_values,
+)
 from marvin.rounder import FLOATS
 from marvin.rounding import Format, round_one
 
@@ -121,7 +127,7 @@ def calibrate(
     """
     check_model(model, "calibrate(model, batches)")
     check_values(model)
-    check_whole(model)
+    check_unsharded(model)
     check_uncompiled(model, "calibrate(model, batches)")
     check_estimator(estimator)
     if per_channel not in (False, True):

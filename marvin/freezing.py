@@ -24,7 +24,7 @@ from marvin.hooks import Saving, Unscripted, give_place, rounders_of, take_place
 from marvin.layers import computed_weights
 from marvin.model_formats import ModuleFormats, decode_formats
 from marvin.nested import mapped, mapped_output
-from marvin.refused import check_model, check_values, check_whole
+from marvin.refused import check_model, check_unsharded, check_values
 from marvin.rounder import BUFFER, FLOATS, as_it_is, formats_of
 from marvin.rounding import Format
 
@@ -60,7 +60,7 @@ def freeze(model: nn.Module) -> nn.Module:
     """
     check_model(model, "freeze(model)")
     check_values(model)
-    check_whole(model)
+    check_unsharded(model)
     computed = (vars(m).get(name) for m in model.modules() for name in computed_weights(m))
     memo = {
         id(w): w.detach().clone() for w in computed if isinstance(w, Tensor)

@@ -18,8 +18,8 @@ __all__ = [
     "check_model",
     "check_one_input",
     "check_params",
+    "check_unsharded",
     "check_values",
-    "check_whole",
     "without_values",
 ]
 
@@ -58,7 +58,7 @@ def check_values(model: nn.Module) -> None:
             raise without_values(name)
 
 
-def check_whole(model: nn.Module) -> None:
+def check_unsharded(model: nn.Module) -> None:
     """Refuse a model whose parameters processes share, where a copy is to be made: torch makes none.
 
     Raises:

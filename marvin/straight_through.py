@@ -164,7 +164,7 @@ def fake_quantize(
         raise ValueError(f"ste must be one of {get_args(StraightThrough)}, got {ste!r}")
     check_floating(x, "fake_quantize")
     options = {"rounding": rounding, "seed": seed, "stream": stream}
-    if is_exported() and not _is_differentiated(x):
+    if is_exported():
         return quantize(x.detach(), fmt, **options)
     if ste == "identity":
         return _RoundedIdentity.apply(x, fmt, options, None)  # pyright: ignore[reportReturnType]

@@ -291,12 +291,19 @@ def _made(
 ) -> tuple[Tensor, Tensor | None]:
     """Return new tensors, rounded, and where nothing was clamped; of exports, operators that make them."""
     if is_exported():
-        y, inside = reference.rounded(x, fmt, rounding, key, dtype or x.dtype)
-        return (y + 0.0 if _may_vanish(fmt, y.dtype) else y), inside
+        return _of_operators(x, fmt, rounding, key, dtype or x.dtype)
     y = torch.empty_like(x, dtype=dtype)
     inside = torch.empty_like(x, dtype=torch.bool) if is_masked else None
     _run(x, y, inside, fmt, rounding, key)
     return y, inside
+
+
+def _of_operators(
+    x: Tensor, fmt: FixedPoint | Minifloat, rounding: Rounding, key: Key, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return what operators of PyTorch round, which exports see, and where nothing was clamped."""
+    y, inside = reference.rounded(x, fmt, rounding, key, dtype)
+    return (y + 0.0 if _may_vanish(fmt, dtype) else y), inside
 
 
 def _run(
@@ -309,7 +316,7 @@ def _run(
 ) -> None:
     """Round into ``y`` and ``inside`` of any strides."""
     if is_exported():
-        y.copy_(_made(x, fmt, rounding, key, y.dtype)[0])
+        y.copy_(_of_operators(x, fmt, rounding, key, y.dtype)[0])
         return
     x = x.resolve_neg() if x.is_neg() else x
     if rounding == "stochastic" and _run_turned(x, y, inside, fmt, key):

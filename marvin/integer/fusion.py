@@ -233,9 +233,8 @@ class _Mode:
                 given.same,
             )
         self._known: tuple[Traced | str, Seen | None] | None = None
-        self._floats: list[
-            nn.Module
-        ] = []  # modules of others that did not round when tracing failed
+        # modules of others that did not round when tracing failed
+        self._floats: list[nn.Module] = []
         self._runs: dict[frozenset[str], GraphCode] = {}  # by what is left out of chains
         self._lock = RLock()  # threads may come at once
 

@@ -144,11 +144,9 @@ def compare(network: Network, model: nn.Module, sample: Tensor) -> list[Differen
             for name, module in model.named_modules()
             if not list(module.children())
         ]
-        try:
-            model(sample)
-        finally:
-            for handle in handles:
-                handle.remove()
+        model(sample)
+        for handle in handles:
+            handle.remove()
     rows = []
     for name, got in seen.items():
         names = [n for n in (f"{name}.out", f"{name}.last", name) if n in codes]

@@ -38,14 +38,14 @@ _DIVISIONS = operator.truediv, operator.itruediv, torch.div, "div", "div_"
 
 def _add(builder: Builder, call: Call) -> str:
     """Add a sum or a difference: of two values, or of a value and a constant tensor or a number."""
-    others = [x for x in call.args if isinstance(x, Tensor | int | float)]
+    numbers = [x for x in call.args if _is_number(x)]
+    others = [x for x in call.args if isinstance(x, Tensor)] + numbers
     if len(call.args) != 2 or len(call.nodes) + len(others) != 2 or call.kwargs:
         raise call.refusal()
     is_in_place = call.node.target in (operator.iadd, operator.isub, "add_", "sub_")
     if is_in_place and not isinstance(call.args[0], fx.Node):
         raise call.refusal(": a constant must stay as it is: write h + constant")
-    has_number = any(isinstance(x, int | float) for x in others)
-    result = (_shifted if has_number else _summed)(builder, call)
+    result = (_shifted if numbers else _summed)(builder, call)
     if is_in_place:
         builder.memory.write(call.node, call.args[0], result)
     else:
