@@ -92,8 +92,8 @@ class Quantized(SavesState, AskedByScaler):
     Weights that change between two steps (``load_state_dict`` of a pretrained model, ``zero_()``,
     ``clamp_()`` under ``no_grad``) are the new weights: their masters take the new values, and a
     warning names each once. So are those that got other memory (``weight.data = x``). What is written
-    into ``weight.data`` is lost: call ``adopt_weights()`` after. The second step and every 100th look
-    for it, and warn once.
+    into ``weight.data`` before the first step is seen, too; later it is lost: call ``adopt_weights()``
+    after. The second step and every 100th look for it, and warn once.
 
     Args:
         optimizer: Has float32, bfloat16 or float16 parameters, and reads ``grad`` of each

@@ -115,12 +115,12 @@ class WatchesWeights(WithMasters):
         Returns:
             Those that were taken, and the names of those that are not finite: then none was taken.
         """
-        params = list(self._layout.names)
+        params, is_first = list(self._layout.names), not self._counts.step
         now = marks_of(locals_of(params))
-        changed = [
+        changed = [  # first of all, a forward may have written through ``.data``
             i
             for i, mark in self._marks.items()
-            if now[i] != mark
+            if (now[i] != mark or is_first)
             and (own := local(params[i])).dtype in FLOATS  # others are refused by name,
             and own.device == master_of(self.state[params[i]]).device  # or compared when back
         ]

@@ -45,11 +45,12 @@ class Strayed:
 
     def look(self) -> None:
         """Warn once of each layer whose weight counts as another."""
-        weights = cast("list[Tensor]", [own["weight"] for own in self._tables])
+        found = [own.get("weight") for own in self._tables]  # since computed: none
         if is_watched():
             return
-        if not {*map(type, weights)} <= _PLAIN:
-            weights = [weight if type(weight) in _PLAIN else _OTHER for weight in weights]
+        if not {*map(type, found)} <= _PLAIN:
+            found = [weight if type(weight) in _PLAIN else _OTHER for weight in found]
+        weights = cast("list[Tensor]", found)
         now = list(zip(versions_of(weights), map(Tensor.data_ptr, weights), strict=True))
         if now == self._before:
             return

@@ -405,6 +405,35 @@ def test_changes_are_named_once():
     assert told == [["0.weight"], [], ["2.weight"], []]
 
 
+class _ByFirstBatch(nn.Module):
+    """Normalises as the first batch says, as ActNorm does."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias, self.linear = nn.Parameter(torch.zeros(4)), nn.Linear(4, 4)
+        self.is_new = True
+
+    def forward(self, x):
+        if self.is_new:
+            self.is_new = False
+            self.bias.data.sub_(x.mean(0))
+            self.linear.weight.data.mul_(0.5)
+        return self.linear(x + self.bias)
+
+
+@pytest.mark.parametrize("policy", [marvin.StaticPolicy(), marvin.MarvinPolicy()])
+def test_a_first_forward_may_write_into_data(policy):
+    model = _ByFirstBatch()
+    before = model.linear.weight.detach().clone()
+    optimizer = marvin.Quantized(torch.optim.SGD(model.named_parameters(), lr=0.0), policy)
+    x = 3 + torch.rand(8, 4)
+    model(x).sum().backward()
+    with pytest.warns(UserWarning, match=r"are the new masters, rounded: bias, linear\.weight"):
+        optimizer.step(loss=0.0)
+    torch.testing.assert_close(optimizer.state[model.bias]["master"], -x.mean(0))
+    assert (optimizer.state[model.linear.weight]["master"] - before / 2).abs().max() < 0.03
+
+
 @pytest.mark.parametrize("steps", [1, 99])
 @pytest.mark.parametrize("policy", [marvin.StaticPolicy(), marvin.MarvinPolicy()])
 def test_what_is_written_into_data_is_named(policy, steps):

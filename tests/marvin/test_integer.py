@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -750,6 +750,18 @@ def test_a_weight_of_another_class_hides_no_other_that_strayed():
     model[2].weight = Own(model[2].weight.detach(), requires_grad=False)
     strayed = Strayed(model)
     strayed.look()
+    with torch.no_grad():
+        model[0].weight *= 0.01
+    with pytest.warns(UserWarning, match=STRAYED):
+        strayed.look()
+
+
+@pytest.mark.parametrize("change", [prune.identity, parametrizations.weight_norm])
+def test_a_layer_whose_weight_is_computed_since_strays_no_more(change):
+    model = alone(3)
+    strayed = Strayed(model)
+    strayed.look()
+    change(model[2], "weight")
     with torch.no_grad():
         model[0].weight *= 0.01
     with pytest.warns(UserWarning, match=STRAYED):
