@@ -79,9 +79,10 @@ def _draw_layers(axes: Axes, run: Run) -> None:
 def _draw_speedup(axes: Axes, run: Run) -> None:
     costs, base = step_costs(run)
     steps = np.arange(1, len(costs) + 1)
-    axes.plot(steps, base / costs, color=BACKWARD, linewidth=1, label="of each step")
+    marker = "o" if len(steps) == 1 else None  # a line of one point is not seen
+    axes.plot(steps, base / costs, color=BACKWARD, marker=marker, linewidth=1, label="of each step")
     so_far = base * steps / costs.cumsum()
-    axes.plot(steps, so_far, color=FORWARD, linewidth=1.8, label="so far")
+    axes.plot(steps, so_far, color=FORWARD, marker=marker, linewidth=1.8, label="so far")
     axes.axhline(1, color=FLOAT32, linewidth=0.8, linestyle=":")
     axes.set_title("speedup over float32, modelled", loc="left", fontsize=10)
     axes.set_xlabel("optimiser step")

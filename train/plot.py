@@ -137,13 +137,13 @@ def draw(history: History) -> Figure:
     """Return the figure: a heat map, and below it mean word length and accuracy.
 
     Where layers' inputs have formats of their own, the same of them stands beside it. The scale
-    ends at the longest word length after the first step, 8, 16 or 32 bits.
+    ends at the longest word length after the first step, if there are more, 8, 16 or 32 bits.
     """
     columns = {"word length of each layer": history.word_lengths}
     if history.input_lengths is not None:
         columns = {"word length of weights": history.word_lengths}
         columns["of layers' inputs"] = history.input_lengths
-    longest = max(int(lengths[:, 1:].max(initial=0)) for lengths in columns.values())
+    longest = max(int(own[:, 1:].max(initial=own[:, -1].max())) for own in columns.values())
     limit = next(bits for bits in (8, 16, MAX_BITS) if bits >= longest)
     heat_height = 0.9 + 0.21 * len(history.layers)
     size = 10 + 5 * (len(columns) - 1), heat_height + 2.2

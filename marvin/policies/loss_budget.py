@@ -116,7 +116,7 @@ class LossBudgetPolicy(RangePolicy):
         choices={"free_zeros": (False, True), "late": (False, True)},
         rules=(
             ("kappa", lambda s: 0 < s["kappa"] < math.inf, "above 0 and finite"),
-            ("max_noise", lambda s: _is_pair(s["max_noise"]), "two numbers above 0"),
+            ("max_noise", lambda s: _is_pair(s["max_noise"]), "two finite numbers above 0"),
             ("max_wl", lambda s: is_word_length(s["max_wl"]), "2 to 16 bits"),
             (
                 "min_wl",
@@ -404,7 +404,11 @@ def _madds_of(madds: Mapping[str, int], name: str) -> int:
 
 
 def _is_pair(values: object) -> bool:
-    return isinstance(values, (tuple, list)) and len(values) == 2 and all(v > 0 for v in values)
+    return (
+        isinstance(values, (tuple, list))
+        and len(values) == 2
+        and all(0 < v < math.inf for v in values)
+    )
 
 
 def _is_of_weight(row: object) -> bool:

@@ -152,7 +152,11 @@ def test_settings_out_of_range_are_refused_until_they_are_right():
             {"kappa": -1.0},
             "kappa must be above 0 and finite, got kappa=-1.0",
         ),
-        (marvin.LossBudgetPolicy, {"max_noise": 0.1}, "max_noise must be two numbers above 0"),
+        (
+            marvin.LossBudgetPolicy,
+            {"max_noise": 0.1},
+            "max_noise must be two finite numbers above 0",
+        ),
         (marvin.StaticPolicy, {"weights": 20}, "weights must be 2 to 16 bits, got weights=20"),
         (marvin.FixedPolicy, {"wl": 1}, "word length must be 2 to 32 bits, got wl=1"),
         (marvin.FixedPolicy, {"nonfinite": "bogus"}, "nonfinite must be one of"),

@@ -634,8 +634,12 @@ def test_without_activations_the_batch_size_must_be_given():
     ("make_policy", "message"),
     [
         (lambda: LossBudgetPolicy(kappa=0), "kappa must be above 0 and finite, got kappa=0"),
-        (lambda: LossBudgetPolicy(max_noise=0.01), "max_noise must be two numbers above 0"),
-        (lambda: LossBudgetPolicy(max_noise=(0.01, 0)), "max_noise must be two numbers above 0"),
+        (lambda: LossBudgetPolicy(max_noise=0.01), "max_noise must be two finite numbers above 0"),
+        (
+            lambda: LossBudgetPolicy(max_noise=(0.01, 0)),
+            "max_noise must be two finite numbers above 0",
+        ),
+        (lambda: LossBudgetPolicy(max_noise=(math.inf, 1)), "max_noise must be two finite numbers"),
         (lambda: LossBudgetPolicy(window=0), "window must be a whole number of steps from 1 on"),
         (lambda: StaticPolicy(window=2.5), "window must be a whole number of steps from 1 on"),
         (lambda: LossBudgetPolicy(batch_size=2.5), "batch_size must be a whole number from 1 on"),

@@ -41,6 +41,13 @@ def test_the_figure_is_drawn_from_the_run_folder(run, tiny, tmp_path, capsys):
     assert curves.get_ylim() == (0, high)
 
 
+def test_a_run_of_one_step_is_drawn_on_its_own_scale():
+    history = plot.History("", ["a"], np.array([[16]]), [1], [0.5], "validation")
+    heat, curves, *_ = plot.draw(history).axes
+    assert heat.images[0].get_clim() == (0, 16)
+    assert curves.get_ylim() == (0, 16)
+
+
 def test_a_run_whose_folder_takes_no_file_is_drawn_elsewhere(run, tiny, tmp_path, capsys):
     run(dataclasses.replace(tiny, epochs=1))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}

@@ -24,6 +24,7 @@ from marvin.export.execute.verify import evaluating
 from marvin.export.frontend.builder import Whole
 from marvin.export.graph.functions import Clip, Mul, Table
 from marvin.export.graph.nodes import (
+    FLOAT32_BITS,
     Add,
     Affine,
     AveragePool,
@@ -38,7 +39,6 @@ from marvin.export.passes.batch_norm import exact_norm
 
 __all__ = ["Follower", "Step", "check_numbers"]
 
-_SIGNIFICAND = 24  # of a float32
 _UNIT = 2.0**-24  # float32 rounds to within this share of a result
 _TF32_UNIT = 2.0**-11  # as accelerators may multiply
 _FUNCTION_ROUNDINGS = 16  # of an activation function
@@ -285,7 +285,7 @@ class Follower:
         is_same = bias is None or (
             op.bias is not None and torch.equal(bias.cpu(), op.bias.double() * op.bias_fmt.lsb)
         )
-        is_short = self.network.values[op.name].is_exact(_SIGNIFICAND)
+        is_short = self.network.values[op.name].is_exact(FLOAT32_BITS)
         if x.is_cpu and is_same and is_short and self._has_codes(op.inputs[0], x):
             return total, total
         size = products(op, x.abs(), weight.abs(), None if bias is None else bias.abs())

@@ -8,7 +8,7 @@ from fixedpoint_kernels import FixedPoint
 from marvin.export.graph.nodes import Flatten, MaxPool, Operation, Relu
 from marvin.export.graph.views import Pad, Reshape, Slice, Transpose
 
-__all__ = ["KEEP_ORDER", "Clip", "Mul", "Table"]
+__all__ = ["KEEP_ORDER", "PASS_ON", "Clip", "Mul", "Table"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,5 +53,7 @@ class Table(Operation):
     function: str
 
 
-KEEP_ORDER = (Relu, Clip, MaxPool, Flatten, Reshape, Transpose, Slice, Pad)
+PASS_ON = (MaxPool, Flatten, Reshape, Transpose, Slice, Pad)
+"""Operations that give on some of the numbers they take."""
+KEEP_ORDER = (Relu, Clip, *PASS_ON)
 """Operations that keep the order of numbers: rounding before them or behind them is the same."""

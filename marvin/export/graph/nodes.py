@@ -18,6 +18,7 @@ from marvin.channels import ChannelFormat
 from marvin.display import columns
 
 __all__ = [
+    "FLOAT32_BITS",
     "Add",
     "Affine",
     "AveragePool",
@@ -37,6 +38,8 @@ __all__ = [
 ]
 
 Pair = tuple[int, ...]  # of images two numbers, of sequences one
+FLOAT32_BITS = 24
+"""Bits of a float32's significand."""
 _INT64_BITS = 62
 
 

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint
+from marvin.export.graph.nodes import FLOAT32_BITS
 from marvin.export.passes.batch_norm import nearest
 
 __all__ = ["float_bias", "spare_bits"]
 
 _BYTE = 7  # bits of weights that every integer kernel multiplies fast
-_SIGNIFICAND = 24  # of a float32
 _WL = 32
 
 
@@ -27,7 +27,7 @@ def spare_bits(word: FixedPoint, sums: Tensor, fls: Tensor, bias: Tensor) -> int
     """
     own = (bias.detach().cpu().double().abs() * 2.0**fls).ceil().clamp(max=2.0**_WL)
     sizes = sums + own.to(torch.int64)
-    room = _SIGNIFICAND - int(sizes.max()).bit_length()
+    room = FLOAT32_BITS - int(sizes.max()).bit_length()
     return max(0, min(_BYTE - word.wl, room))
 
 

@@ -27,6 +27,7 @@ from fixedpoint_kernels import FixedPoint
 from marvin.export.execute.arithmetic import Codes, align, round_codes, trailing_zeros
 from marvin.export.graph.functions import KEEP_ORDER
 from marvin.export.graph.nodes import (
+    FLOAT32_BITS,
     Affine,
     Conv,
     Network,
@@ -38,7 +39,6 @@ from marvin.export.graph.nodes import (
 
 __all__ = ["Folded", "absorbed", "fold", "roundings", "rounds_exactly", "total_of"]
 
-SIGNIFICAND = 24  # of a float32
 _INT32 = 2**30  # half of int32: sums of bytes around 128 are up to twice as large on the way
 
 
@@ -95,7 +95,7 @@ def _plain(network: Network, op: Weighted, fmt: FixedPoint | None) -> Folded | N
     for channel in range(len(op.weight)):
         total, zeros = total_of(value, channel, 0, value.fl)
         is_exact = fmt is not None and rounds_exactly(1 << zeros, total, value.fl, fmt)
-        if total > 2**SIGNIFICAND and not is_exact:
+        if total > 2**FLOAT32_BITS and not is_exact:
             return None
     return sums
 
@@ -111,7 +111,7 @@ def absorbed(network: Network) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for op in network.operations:
-        if isinstance(op, Affine) and not network.values[op.name].is_exact(SIGNIFICAND):
+        if isinstance(op, Affine) and not network.values[op.name].is_exact(FLOAT32_BITS):
             between, rounds = roundings(network, op.name)
             x = network.values[op.inputs[0]]
             if rounds and all(_is_rounded_exactly(op, x, r.fmt) for r in rounds):
@@ -142,7 +142,7 @@ def _is_rounded_exactly(op: Affine, x: Value, fmt: FixedPoint) -> bool:
         fmt: What it is rounded to.
     """
     shift = op.shift(x.fl)
-    if shift is None or not x.is_exact(SIGNIFICAND):
+    if shift is None or not x.is_exact(FLOAT32_BITS):
         return False
     constants = torch.cat([op.offset[op.scale == 0], shift[0]])
     return torch.equal(constants.float().long(), constants) and _all_rounded_exactly(op, x, fmt)
@@ -178,8 +178,8 @@ def rounds_exactly(scale: int, total: int, fl: int, fmt: FixedPoint) -> bool:
         return True
     zeros = (scale & -scale).bit_length() - 1
     odd, r = abs(scale) >> zeros, fl - zeros - fmt.fl
-    is_in_range = fmt.max_code.bit_length() + r <= SIGNIFICAND
-    return odd <= 2**SIGNIFICAND and (is_in_range or total * odd <= 2**SIGNIFICAND)
+    is_in_range = fmt.max_code.bit_length() + r <= FLOAT32_BITS
+    return odd <= 2**FLOAT32_BITS and (is_in_range or total * odd <= 2**FLOAT32_BITS)
 
 
 def _sums(network: Network, op: Weighted, b: Tensor | None, at_fl: int) -> Folded | None:

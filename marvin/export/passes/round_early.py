@@ -4,12 +4,10 @@ from dataclasses import replace
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.graph.bounds import value_of
-from marvin.export.graph.nodes import Flatten, MaxPool, Network, Operation, Relu, Round, Value
-from marvin.export.graph.views import Pad, Reshape, Slice, Transpose
+from marvin.export.graph.functions import PASS_ON
+from marvin.export.graph.nodes import Network, Operation, Relu, Round, Value
 
 __all__ = ["round_early"]
-
-_MONOTONE = MaxPool, Flatten, Reshape, Slice, Transpose, Pad
 
 
 def round_early(network: Network) -> Network:
@@ -52,7 +50,7 @@ def _rounded(network: Network, op: Round) -> list[Operation]:
         fmt = FixedPoint(fmt.wl - 1, fmt.fl, signed=False)
     between: list[Operation] = []
     before, user = network.operation(source), op.name
-    while isinstance(before, _MONOTONE) and _is_alone(network, before, user):
+    while isinstance(before, PASS_ON) and _is_alone(network, before, user):
         between.insert(0, before)
         user, before = before.name, network.operation(before.inputs[0])
     if not isinstance(before, Relu):

@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from marvin.export.graph.bounds import value_of
-from marvin.export.graph.nodes import Affine, Network, Round, Value, Weighted
+from marvin.export.graph.nodes import FLOAT32_BITS, Affine, Network, Round, Value, Weighted
 from marvin.export.passes.batch_norm import spare_of, zeros_of
 from marvin.export.passes.fold import roundings, rounds_exactly, total_of
 
 __all__ = ["shorten_scales"]
 
 _BYTE = 8
-_SIGNIFICAND = 24  # of a float32
 
 
 def shorten_scales(network: Network) -> Network:
@@ -81,5 +80,5 @@ def _changes(op: Affine, x: Value, channel: int, short: int, rounds: list[Round]
 
 def _significant(code: int) -> int:
     """Return a code rounded to what float32 has."""
-    lost = max(0, code.bit_length() - _SIGNIFICAND)
+    lost = max(0, code.bit_length() - FLOAT32_BITS)
     return round(code / 2**lost) << lost

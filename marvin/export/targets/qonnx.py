@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError
-from marvin.export.graph.nodes import Network, Relu, Round, Weighted, check_network
+from marvin.export.graph.nodes import FLOAT32_BITS, Network, Relu, Round, Weighted, check_network
 from marvin.export.graph.transformers import Constant, Embedding, MatMul, Norm, Softmax
 from marvin.export.passes.round_early import round_early
 from marvin.export.targets.onnx.graph import FloatWriter, require_exact
@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # an extra
 __all__ = ["execute", "execute_heads", "is_exact", "save", "to_model"]
 
 _DOMAIN = "qonnx.custom_op.general"
-_FLOAT32_BITS = 24
 # qonnx needs an older onnx than the other exports, so it may live in an environment of its own
 _SCRIPT = """
 import sys
@@ -53,7 +52,7 @@ def is_exact(network: Network) -> bool:
     """
     check_network(network)
     try:
-        require_exact(network, _FLOAT32_BITS, "")
+        require_exact(network, FLOAT32_BITS, "")
     except ExportError:
         return False
     return True
@@ -84,8 +83,8 @@ def to_model(network: Network) -> "onnx.ModelProto":
     """
     check_network(network)
     for name, fmt in network.words().items():
-        if fmt.wl > _FLOAT32_BITS:
-            raise ExportError(f"{name}: QONNX is float32 and holds {_FLOAT32_BITS} bits, got {fmt}")
+        if fmt.wl > FLOAT32_BITS:
+            raise ExportError(f"{name}: QONNX is float32 and holds {FLOAT32_BITS} bits, got {fmt}")
     for op in network.operations:
         if isinstance(op, Constant | Embedding | MatMul | Norm | Softmax):
             kind = type(op).__name__
@@ -160,7 +159,7 @@ class _QuantWriter(FloatWriter):
 
     def bias(self, op: Weighted) -> list[str]:
         names = super().bias(op)
-        if not names or op.bias_fmt.wl > _FLOAT32_BITS:
+        if not names or op.bias_fmt.wl > FLOAT32_BITS:
             return names
         lsb = np.array([op.bias_fmt.lsb])
         return [self._quant(f"{op.name}.bias.quant", names[0], op.bias_fmt, lsb)]

@@ -185,7 +185,9 @@ def _add(writer: Writer, op: Add, x: Term, y: Term) -> Term:
     lines = writer.lines
     x, y = lines.settle(x, op.name), lines.settle(y, op.name)
     fl = max(x.fl, y.fl)
-    both = [(t, 1 << fl - t.fl, min(t.lows), max(t.highs)) for t in (x, y)]
+    both = [(t, min(t.lows), max(t.highs)) for t in (x, y)]
+    # what is 0 throughout needs no scale, which might be longer than C's integers
+    both = [(t, 1 << fl - t.fl if low or high else 1, low, high) for t, low, high in both]
     low = sum(scale * low for _, scale, low, _ in both)
     high = sum(scale * high for _, scale, _, high in both)
     largest = sum(scale * max(-low, high) for _, scale, low, high in both)

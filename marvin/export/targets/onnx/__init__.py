@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from marvin.export.errors import ExportError
-from marvin.export.graph.nodes import Network, Round, Weighted, check_network
+from marvin.export.graph.nodes import FLOAT32_BITS, Network, Round, Weighted, check_network
 from marvin.export.graph.transformers import Norm, Softmax
 from marvin.export.targets.onnx.float64 import Float64Writer
 from marvin.export.targets.onnx.graph import FloatWriter, require_exact
@@ -132,7 +132,7 @@ def to_model(
 def qdq_is_exact(network: Network) -> bool:
     """Say whether a QDQ file computes the integers, in a runtime that computes it in float32."""
     try:
-        require_exact(network, 24, "")
+        require_exact(network, FLOAT32_BITS, "")
     except ExportError:
         return False
     return True
@@ -246,7 +246,7 @@ def _written(
     if container == "qdq":
         writer = QdqWriter(network)
     else:
-        bits = 53 if container == "float64" else 24
+        bits = 53 if container == "float64" else FLOAT32_BITS
         require_exact(network, bits, f"{container} is exact up to")
         writer = Float64Writer(network) if container == "float64" else Int16Writer(network)
     return writer, writer.write()

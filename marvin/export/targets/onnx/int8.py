@@ -18,6 +18,7 @@ from fixedpoint_kernels import FixedPoint
 from marvin.export.execute.arithmetic import Codes, round_fraction
 from marvin.export.graph.functions import KEEP_ORDER, Clip, Mul, Table
 from marvin.export.graph.nodes import (
+    FLOAT32_BITS,
     Add,
     AveragePool,
     Conv,
@@ -47,7 +48,6 @@ from marvin.export.targets.onnx.wide import (
 
 __all__ = ["Int8Writer"]
 
-_SIGNIFICAND = 24
 _INT16_MAX = 2**15 - 1
 _LONGEST = 16  # bits of containers that ONNX quantises to
 _SMALL_WINDOW = 25  # places under a kernel
@@ -105,7 +105,7 @@ class Int8Writer(Int16Writer):
     def holds(self, name: str) -> bool:
         """Say whether float32 has every code of a value."""
         value = self.network.values.get(name)  # what comes in is float32, and has none
-        return value is None or value.is_exact(_SIGNIFICAND)
+        return value is None or value.is_exact(FLOAT32_BITS)
 
     def float(self, name: str) -> str:
         """Return the name of a value as float32, which is added if it is not there."""
