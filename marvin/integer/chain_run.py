@@ -19,16 +19,15 @@ from marvin.hooks import rounders_of
 from marvin.integer.autograd import lies_as, once
 from marvin.integer.chain_graph import Chain
 from marvin.integer.formats import (
-    Options,
     Product,
-    choose,
+    choose_plain,
     has_hooks,
     has_nan,
     rounding_of,
     size_of,
 )
 from marvin.integer.graph_code import GraphCode
-from marvin.integer.layers import OPTIONS, IntegerConv2d, IntegerLinear
+from marvin.integer.layers import IntegerConv2d, IntegerLinear
 from marvin.integer.programs import Programs
 from marvin.integer.seen import Tensors
 from marvin.integer.standing import Standing
@@ -36,7 +35,7 @@ from marvin.integer.token_run import alone
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
-__all__ = ["ChainRun", "has_fitting_formats", "is_in_the_way"]
+__all__ = ["ChainRun", "is_in_the_way"]
 
 
 _Own = TypeVar("_Own")
@@ -154,7 +153,7 @@ class ChainRun(nn.Module):
         rounders = rounders_of(layer)
         if len(rounders) != 1 or has_hooks(layer) or not layer.training:
             return False
-        return has_fitting_formats(layer, rounders[0].formats(layer))
+        return choose_plain(layer, rounders[0].formats(layer)) is not None
 
     def _described(self, formats: list[ModuleFormats]) -> Segment | None:
         layers: list[Layer | Norm] = []
@@ -167,8 +166,8 @@ class ChainRun(nn.Module):
                 self.shifts.append(())
                 continue
             conv, found = next(pairs)
-            product = choose(conv, found)
-            if isinstance(product, str) or not _fits(product, getattr(conv, OPTIONS), found):
+            product = choose_plain(conv, found)
+            if product is None:
                 return None
             eps, clip = (None if norm is None else norm.eps), found.ste == "clip"
             is_flat, sizes = isinstance(conv, nn.Linear), (*conv.weight.shape, 1, 1)
@@ -285,18 +284,6 @@ class ChainRun(nn.Module):
 def _taken(x: Tensor, layer: Layer) -> Tensor:
     """Return an image map as the layer alone would take it."""
     return x.flatten(1) if layer.is_flat else x
-
-
-def has_fitting_formats(layer: nn.Module, formats: ModuleFormats) -> bool:
-    """Say whether a layer has formats that chains take."""
-    product = choose(layer, formats)
-    return not isinstance(product, str) and _fits(product, getattr(layer, OPTIONS), formats)
-
-
-def _fits(product: Product, options: Options, formats: ModuleFormats) -> bool:
-    others = formats.outputs, formats.samples, formats.gradients
-    is_plain = all(fmt is None for fmt in others)
-    return is_plain and options == Options()
 
 
 def _window(product: Product) -> Window:

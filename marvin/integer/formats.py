@@ -34,6 +34,7 @@ __all__ = [
     "Product",
     "carried",
     "choose",
+    "choose_plain",
     "has_hooks",
     "has_nan",
     "is_prepacked",
@@ -168,6 +169,18 @@ def choose(module: nn.Module, formats: ModuleFormats) -> Product | str:
     if product.shifts and (reason := _why_no_shifts(module, product)):
         return reason
     return product if product.weight_fmt.signed else "its weights are unsigned"
+
+
+def choose_plain(module: nn.Module, formats: ModuleFormats) -> Product | None:
+    """Return what ``module`` multiplies where it does no more than that; None: it has to run alone.
+
+    Formats of outputs, of samples and of gradients, and options, are more.
+    """
+    others = formats.outputs, formats.samples, formats.gradients
+    if any(fmt is not None for fmt in others) or getattr(module, OPTIONS) != Options():
+        return None
+    product = choose(module, formats)
+    return None if isinstance(product, str) else product
 
 
 def _why_no_shifts(module: nn.Module, product: Product) -> str:

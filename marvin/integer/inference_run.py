@@ -14,10 +14,9 @@ from marvin.integer.autograd import lies_as
 from marvin.integer.chain_graph import Chain
 from marvin.integer.chain_run import (
     ChainRun,
-    has_fitting_formats,
     is_in_the_way,
 )
-from marvin.integer.formats import has_hooks, is_prepacked, rounding_of
+from marvin.integer.formats import choose_plain, has_hooks, is_prepacked, rounding_of
 from marvin.integer.seen import Tensors
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
@@ -74,7 +73,7 @@ class InferenceRun(ChainRun):
 
     def _is_fit(self, layer: nn.Module) -> bool:
         found = rounding_of(layer)
-        return _infers(layer, found) and has_fitting_formats(layer, found[0])
+        return _infers(layer, found) and choose_plain(layer, found[0]) is not None
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return what leaves the chain."""

@@ -21,10 +21,8 @@ from fixedpoint_kernels.tokens import Segment
 from marvin.compiled import is_traced
 from marvin.integer.autograd import Noise, lies_as
 from marvin.integer.formats import (
-    OPTIONS,
-    Options,
     Product,
-    choose,
+    choose_plain,
     has_hooks,
     is_prepacked,
     is_transposed,
@@ -92,11 +90,10 @@ def from_floats(module: Any, x: object) -> Tensor | None:
     if not isinstance(x, Tensor) or not _is_taken(x) or x.dim() < 2:
         return None
     formats, rounders, count = rounding_of(module)
-    others = formats.outputs, formats.samples, formats.gradients
-    if count != 1 or any(own is not None for own in others) or has_hooks(module, 1):
+    if count != 1 or has_hooks(module, 1):
         return None
-    product = choose(module, formats)
-    if isinstance(product, str) or getattr(module, OPTIONS) != Options():
+    product = choose_plain(module, formats)
+    if product is None:
         return None
     if rounders:
         return _trained(module, x, product, formats, rounders[0])

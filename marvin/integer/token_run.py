@@ -14,10 +14,10 @@ from fixedpoint_kernels.tokens import Segment
 from marvin.hooks import rounders_of
 from marvin.integer.autograd import Noise
 from marvin.integer.chain_graph import Chain
-from marvin.integer.formats import Options, Product, choose
+from marvin.integer.formats import Product, choose_plain
 from marvin.integer.graph_code import GraphCode
 from marvin.integer.heads import Places, Turn
-from marvin.integer.layers import OPTIONS, TransposedLinear, features_of, is_linear
+from marvin.integer.layers import TransposedLinear, features_of, is_linear
 from marvin.integer.programs import Programs
 from marvin.integer.standing import Standing
 from marvin.integer.token_autograd import LinearCall, program_of, run_tokens
@@ -153,14 +153,9 @@ class TokenRun(nn.Module):
     def _chosen(self, formats: list[ModuleFormats]) -> list[tuple[Product, bool]] | None:
         found = []
         for layer, own in zip(self.layers, formats, strict=True):
-            product = choose(layer, own)
-            others = own.outputs, own.samples, own.gradients
-            if isinstance(product, str) or any(o is not None for o in others):
-                return None
-            if product.is_transposed and product.shifts:
-                return None  # fractional lengths by feature
-            if getattr(layer, OPTIONS) != Options():
-                return None
+            product = choose_plain(layer, own)
+            if product is None or (product.is_transposed and product.shifts):
+                return None  # the second: fractional lengths by feature
             found.append((product, own.ste == "clip"))
         return found
 
