@@ -31,6 +31,7 @@ def forward(
     parameters: Sequence[Parameters],
     counts: list[tuple[int, int]] | None = None,
     stamp: Stamp | None = None,
+    seen: dict[int, Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Run a segment forward.
 
@@ -42,6 +43,7 @@ def forward(
             met one.
         stamp: Of the weights: where the program was run forward with this object before, they are not looked at; None: they are
             laid out.
+        seen: Of a program that observes: takes the values that linear layers take, by their number.
 
     Returns:
         The values that leave the segment, float32, contiguous; and what backward needs, uint8.
@@ -50,7 +52,7 @@ def forward(
     kept = program.memory.lend(program.kept_bytes + 64)  # kernels read behind it
     outputs = {
         v: torch.empty(*xs[0].shape[:-1], program.widths[v], dtype=torch.float32, device="cpu")
-        for v in program.segment.outputs
+        for v in {*program.segment.outputs} | program.shown
     }
     given: dict[str, Numbers] = {**_given(program, parameters)}
     given["x"] = [*map(Tensor.data_ptr, held)]
@@ -65,7 +67,9 @@ def forward(
         _run(program, program.forward, kept, given, work)
         if counts is not None:
             counts += [(n & _CLAMPED, n >> NAN_BIT) for n in program.clamped.sum(1).tolist()]
-    return [*outputs.values()], kept
+    if seen is not None:
+        seen |= dict(enumerate(held)) | outputs
+    return [outputs[v] for v in program.segment.outputs], kept
 
 
 def _pack(program: Program, own: Packing, given: GivenNumbers, work: int) -> None:
@@ -77,7 +81,11 @@ def _pack(program: Program, own: Packing, given: GivenNumbers, work: int) -> Non
 
 
 def backward(
-    program: Program, kept: Tensor, parameters: Sequence[Parameters], grads: Sequence[Tensor]
+    program: Program,
+    kept: Tensor,
+    parameters: Sequence[Parameters],
+    grads: Sequence[Tensor],
+    seen: dict[int, Tensor] | None = None,
 ) -> tuple[list[Tensor | None], list[Pair]]:
     """Run a segment backward.
 
@@ -86,6 +94,7 @@ def backward(
         kept: What ``forward`` returned.
         parameters: As of ``forward``.
         grads: Of the outputs.
+        seen: Of a program that observes: takes the gradient of what each linear layer took, by the operation's number.
 
     Returns:
         The gradients of what came in, where the program was made for them; and for each operation
@@ -106,6 +115,13 @@ def backward(
     given: dict[str, Numbers] = {**_given(program, parameters)}
     given["dx"] = [0 if dx is None else dx.data_ptr() for dx in dxs]
     given["dy"] = {v: grad.data_ptr() for v, grad in pairs}
+    back: dict[int, Tensor] = {}
+    if program.observes:
+        shape = held[0].shape[:-1]
+        for i, op in enumerate(program.segment.operations):
+            if isinstance(op, Linear):
+                back[i] = torch.empty(*shape, op.shape[1], dtype=torch.float32, device="cpu")
+    given["seen gradient"] = {i: own.data_ptr() for i, own in back.items()}
     with program.memory.lock, Scratch(program.work_bytes) as (_, work):
         if program.move(parameters):  # another call had other formats by channel
             program.stamp = None
@@ -113,6 +129,8 @@ def backward(
         _run(program, program.backward, kept, given, work)
         found_weights = _weights(program, kept, work)
         sums = torch.from_numpy(program.partial.sum(0, dtype=np.float64).astype(np.float32))
+    if seen is not None:
+        seen |= back
     rows, widths = sums[: program.partial_width], program.partial_widths
     pieces = iter(torch.split_with_sizes_copy(rows, widths))  # pyright: ignore[reportCallIssue, reportArgumentType]: torch says it returns None
     found: list[Pair] = []

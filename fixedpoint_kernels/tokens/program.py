@@ -72,8 +72,10 @@ class Program:
             backward: then weights are not laid out for one.
         needs_weights: Whether that of each operation's weight is wanted; nothing where none is.
         memory: Shared with programs that never run at the same time; default: one of its own.
+        observes: Whether what linear layers take is written too, and what comes back to each.
 
     Attributes:
+        shown: Values that layers take and that are written for it.
         pack: Lays out weights for forward.
         pack_turned: Lays them out for backward, where a gradient goes on.
         stamp: Of the weights that are laid out for forward; None: of those of one call.
@@ -90,8 +92,11 @@ class Program:
         needs_inputs: Sequence[bool],
         needs_weights: Sequence[bool],
         memory: Memory | None = None,
+        *,
+        observes: bool = False,
     ) -> None:
         self.segment, self.samples, self.tokens = segment, samples, tokens
+        self.observes, self.shown = observes, _taken(segment) if observes else set[int]()
         self.path, self.threads, self.rows = path, threads, samples * tokens
         self.needs_inputs, self._infers = tuple(needs_inputs), not needs_inputs
         self.needs_weights = tuple(needs_weights) or (False,) * len(segment.operations)
@@ -240,7 +245,7 @@ class Program:
         where: dict[int, Number] = {i: Given("x", i) for i in range(self._count)}
         for i, op in enumerate(self.segment.operations):
             v = self._count + i
-            leaves = v in self.segment.outputs
+            leaves = v in self.segment.outputs or v in self.shown
             if v in self._made:
                 where[v] = self._made[v]
             elif leaves:
@@ -436,11 +441,16 @@ class Program:
                 rows.add(f.MULTIPLY_BACKWARD, more | to | {"OTHER_KEPT": kept})
 
     def _undo_linear(self, rows: Rows, i: int, op: Linear, more: dict[str, Number]) -> None:
-        if self._needs_gradient(op.source):
+        goes_on = self._needs_gradient(op.source)
+        seen = Given("seen gradient", i)
+        if goes_on or self.observes:
             _, _, turned, begin, _, depth = self.packed[i]
-            more |= self._contribute(rows, op.source, "Y")
             more |= self._tiles(turned, begin, depth, op.shape[0])
             more["BYTES"] = kind_of_bytes(True, steps_in_int16(GRADIENTS, op.weight))
+        if self.observes:
+            more |= self._operand("Y", seen, op.source)
+        elif goes_on:
+            more |= self._contribute(rows, op.source, "Y")
         more |= {
             "DEPTH": op.shape[1],
             "MASK": self.masks.get(i, 0),
@@ -454,6 +464,9 @@ class Program:
             "FACTORS": self.powers[i].of_gradients,
         }
         rows.add(f.LINEAR_BACKWARD, more)
+        if self.observes and goes_on:
+            more = self._operand("X", seen, op.source) | self._contribute(rows, op.source, "Y")
+            rows.add(f.PASS_ON, more | {"WIDTH": op.shape[1]})
 
     def _undo_attention(self, rows: Rows, i: int, op: Attention, more: dict[str, Number]) -> None:
         self._blank(rows, op.heads_of_parts, op.size)
@@ -495,7 +508,7 @@ class Program:
             own = self.scales[i], self.grad_codes[i], self.lsbs.ctypes.data + 4 * k
             self.layers[k, [f.SCALES, f.GRAD_CODES, f.LSB]] = own
             self.layers[k, f.LIES] = 2 if op.is_turned else 0
-        turned = [(i, op) for i, op in linear if self._needs_gradient(op.source)]
+        turned = [(i, op) for i, op in linear if self.observes or self._needs_gradient(op.source)]
         self.pack, self.pack_turned = self._packing(linear, False), self._packing(turned, True)
         self._share_weights(linear)
 
@@ -564,6 +577,12 @@ class Program:
         own = weight_jobs.describe_weights(cut, part, *rest)
         own.row[jobs.FLIPPED] *= 2  # forward left them so
         return own
+
+
+def _taken(segment: Segment) -> set[int]:
+    """Return the values that operations make and linear layers take."""
+    taken = {op.source for op in segment.operations if isinstance(op, Linear)}
+    return {v for v in taken if v >= len(segment.inputs)}
 
 
 def _factor(odds: Odds | None) -> float:

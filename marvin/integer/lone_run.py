@@ -282,11 +282,16 @@ class _Call:
         self.stamp: Stamp | None = None
 
     def program(
-        self, segment: Segment, x: Tensor, inputs: Sequence[bool], weights: Sequence[bool]
+        self,
+        segment: Segment,
+        x: Tensor,
+        inputs: Sequence[bool],
+        weights: Sequence[bool],
+        observes: bool,
     ) -> "Program":
         """Return the program for values of the shape of ``x``."""
         assert self.programs is not None
-        return program_of(self.programs, segment, x, inputs, weights)
+        return program_of(self.programs, segment, x, inputs, weights, observes)
 
     def note(
         self, segment: Segment, xs: Sequence[Tensor], counts: Sequence[tuple[int, int]]

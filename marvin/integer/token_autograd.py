@@ -1,13 +1,13 @@
 """Running a segment of linear layers, norms and attention under autograd; see ``fixedpoint_kernels.tokens``."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels import tokens
+from fixedpoint_kernels import FixedPoint, tokens
 from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.memory import is_float32
@@ -22,14 +22,22 @@ if TYPE_CHECKING:
 __all__ = ["NO_NOISE", "LinearCall", "Run", "is_plain", "program_of", "run_tokens", "threads_of"]
 
 NO_NOISE = Noise(0, 0, 0)
+_See = Callable[[Tensor, FixedPoint], Callable[[Tensor], None]]
 _MACS = 64  # multiply-adds that cost as much as one element of another kernel
 
 
 class LinearCall(NamedTuple):
-    """What a linear layer has in one call: noise for its gradient, and each output's further fractional bits, or none."""
+    """What a linear layer has in one call.
+
+    Args:
+        noise: For its gradient.
+        shifts: Each output's further fractional bits, or none.
+        see: Measures what it takes, by a format, and returns what measures the gradient of that; None: nobody asks.
+    """
 
     noise: Noise
     shifts: tuple[int, ...]
+    see: _See | None = None
 
 
 class _Drawn(NamedTuple):
@@ -37,6 +45,15 @@ class _Drawn(NamedTuple):
 
     calls: list[LinearCall]
     seed: int
+
+
+class _Made(NamedTuple):
+    """A segment that was run forward: what backward needs, what leaves it, and what measures gradients by operation."""
+
+    program: "Program"
+    kept: Tensor
+    outputs: list[Tensor]
+    observers: dict[int, Callable[[Tensor], None]]
 
 
 class Run(Protocol):
@@ -49,7 +66,12 @@ class Run(Protocol):
     stamp: Stamp | None
 
     def program(
-        self, segment: Segment, x: Tensor, inputs: Sequence[bool], weights: Sequence[bool]
+        self,
+        segment: Segment,
+        x: Tensor,
+        inputs: Sequence[bool],
+        weights: Sequence[bool],
+        observes: bool,
     ) -> "Program":
         """Return the program for values of the shape of ``x``, see ``program_of``."""
         ...
@@ -67,15 +89,16 @@ def program_of(
     x: Tensor,
     inputs: Sequence[bool],
     weights: Sequence[bool],
+    observes: bool,
 ) -> "Program":
-    """Return the program of a segment for values of the shape of ``x``, and the gradients that are wanted, see ``Program``."""
+    """Return the program of a segment for values of the shape of ``x``, and what is wanted, see ``Program``."""
     from fixedpoint_kernels.tokens.program import Program  # Numba takes a second to import
 
     path, rows = tokens.path() or "", x.shape[:-1].numel()
     threads = min(threads_of(segment, rows), len(x))
-    key = segment, len(x), rows, path, threads, tuple(inputs), tuple(weights)
+    key = segment, len(x), rows, path, threads, tuple(inputs), tuple(weights), observes
     rest = len(x), rows // len(x), path, threads, inputs, weights
-    return programs.get(key, lambda own: Program(segment, *rest, own))
+    return programs.get(key, lambda own: Program(segment, *rest, own, observes=observes))
 
 
 def threads_of(segment: Segment, rows: int) -> int:
@@ -108,7 +131,7 @@ def run_tokens(
     drawn = _Drawn(calls, _seed_of(segment))
     tensors = *xs, *parameters
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in tensors):
-        return tuple(_forward(run, segment, drawn, xs, parameters, ())[2])
+        return tuple(_forward(run, segment, drawn, xs, parameters, ()).outputs)
     return _Tokens.apply(run, segment, drawn, *xs, *parameters)  # pyright: ignore[reportReturnType]
 
 
@@ -124,17 +147,31 @@ def _forward(
     xs: Sequence[Tensor],
     parameters: Sequence[Tensor | None],
     needed: Sequence[bool],
-) -> "tuple[Program, Tensor, list[Tensor]]":
-    """Return the program, what backward needs, and what leaves the segment."""
+) -> "_Made":
+    """Run a segment forward, and show what linear layers take to who asks."""
     from fixedpoint_kernels.tokens import execute
 
-    count = len(xs)
-    program = run.program(segment, xs[0], needed[:count], needed[count::2])
+    count, observes = len(xs), any(own.see for own in drawn.calls)
+    program = run.program(segment, xs[0], needed[:count], needed[count::2], observes)
     counts: list[tuple[int, int]] = []
+    seen: dict[int, Tensor] = {}
     own = _parameters_of(segment, parameters, drawn)
-    outputs, kept = execute.forward(program, xs, own, counts, run.stamp)
+    outputs, kept = execute.forward(program, xs, own, counts, run.stamp, seen)
     run.note(segment, xs, counts)
-    return program, kept, outputs
+    met_nan = any(nans for _, nans in counts)  # then layers run alone, and show it
+    return _Made(program, kept, outputs, {} if met_nan else _show(segment, drawn, seen))
+
+
+def _show(
+    segment: Segment, drawn: _Drawn, seen: Mapping[int, Tensor]
+) -> dict[int, Callable[[Tensor], None]]:
+    """Return what measures gradients, by the number of the operation."""
+    layers = [(i, op) for i, op in enumerate(segment.operations) if isinstance(op, tokens.Linear)]
+    return {
+        i: own.see(seen[op.source], op.inputs)
+        for (i, op), own in zip(layers, drawn.calls, strict=True)
+        if own.see is not None
+    }
 
 
 class _Tokens(torch.autograd.Function):
@@ -151,10 +188,10 @@ class _Tokens(torch.autograd.Function):
         count = len(segment.inputs)
         xs = [x for x in tensors[:count] if x is not None]
         rest = tensors[count:], ctx.needs_input_grad[3:]
-        program, kept, outputs = _forward(run, segment, drawn, xs, *rest)
-        ctx.save_for_backward(kept, *tensors[count:])
-        ctx.program, ctx.drawn = program, drawn
-        return tuple(outputs)
+        made = _forward(run, segment, drawn, xs, *rest)
+        ctx.save_for_backward(made.kept, *tensors[count:])
+        ctx.program, ctx.drawn, ctx.observers = made.program, drawn, made.observers
+        return tuple(made.outputs)
 
     @staticmethod
     @left_uncompiled
@@ -166,7 +203,10 @@ class _Tokens(torch.autograd.Function):
 
         kept, *parameters = ctx.saved_tensors
         own = _parameters_of(ctx.program.segment, parameters, ctx.drawn)
-        dxs, found = execute.backward(ctx.program, kept, own, grads)
+        seen: dict[int, Tensor] = {}
+        dxs, found = execute.backward(ctx.program, kept, own, grads, seen)
+        for i, observe in ctx.observers.items():
+            observe(seen[i])
         back = [None, None, None, *dxs, *(way for pair in found for way in pair)]
         pairs = zip(back, ctx.needs_input_grad, strict=True)
         return tuple(way if needed else None for way, needed in pairs)
@@ -181,6 +221,6 @@ def _parameters_of(
     for stream, (operation, first, second) in enumerate(triples):
         found.append(Parameters(first, second, (drawn.seed, stream)))
         if isinstance(operation, tokens.Linear):
-            (seed, stream, other), shifts = next(own)
+            (seed, stream, other), shifts, _ = next(own)
             found[-1] = Parameters(first, second, (seed, stream), shifts, other)
     return found

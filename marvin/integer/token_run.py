@@ -125,10 +125,7 @@ class TokenRun(nn.Module):
         return fits and are_plain(*self.layers, *self.others)
 
     def _rounds_to_nearest(self) -> bool:
-        """Say whether layers round to nearest, and nobody asks what they see."""
-        return all(
-            own.state.rounding == "nearest" and own.observer is None for own in self.rounders
-        )
+        return all(own.state.rounding == "nearest" for own in self.rounders)
 
     def _fits(self) -> bool:
         """Look at each module, and say whether hooks, modes and formats are those that chains take."""
@@ -168,7 +165,8 @@ class TokenRun(nn.Module):
         before = [rounder.state.gradients for rounder in self.rounders]
         noise = [Noise(*rounder.state.noise_of_gradients()) for rounder in self.rounders]
         call = Call(self._programs)
-        outputs = run_tokens(call, segment, self.calls(noise), values, parameters)
+        calls = self._shown(self.calls(noise))
+        outputs = run_tokens(call, segment, calls, values, parameters)
         if call.met_nan:
             for rounder, drawn in zip(self.rounders, before, strict=True):
                 rounder.state.gradients = drawn  # layers draw again
@@ -183,6 +181,13 @@ class TokenRun(nn.Module):
         """Return what each linear layer has in a call with this noise."""
         chosen = self._products or ()
         return [LinearCall(own, p.shifts) for own, (p, _) in zip(noise, chosen, strict=True)]
+
+    def _shown(self, calls: list[LinearCall]) -> list[LinearCall]:
+        """Return calls that show what layers see to policies that ask."""
+        if all(own.observer is None for own in self.rounders):
+            return calls
+        sees = [own.observer and own.observer.see for own in self.rounders]
+        return [own._replace(see=see) for own, see in zip(calls, sees, strict=True)]
 
     def parameters_in_order(self) -> list[Tensor | None]:
         """Return weight or scale, and bias or shift, of each member."""
@@ -321,10 +326,15 @@ class Call:
         self.clamped: list[int] = []
 
     def program(
-        self, segment: Segment, x: Tensor, inputs: Sequence[bool], weights: Sequence[bool]
+        self,
+        segment: Segment,
+        x: Tensor,
+        inputs: Sequence[bool],
+        weights: Sequence[bool],
+        observes: bool,
     ) -> "Program":
         """Return the program for values of the shape of ``x``."""
-        return program_of(self._programs, segment, x, inputs, weights)
+        return program_of(self._programs, segment, x, inputs, weights, observes)
 
     def note(
         self, segment: Segment, xs: Sequence[Tensor], counts: Sequence[tuple[int, int]]
