@@ -217,11 +217,11 @@ class LossBudgetPolicy(RangePolicy):
     def _lengths(self, row: Observed, share: float, factor: float) -> _Lengths:
         layer, of_weight, of_inputs = row
         own = of_weight.scaled(factor)
-        weight, _ = self.next_format(layer.settings, own, share * factor, follows=False)
+        weight, _ = self.next_format(layer.settings, own, share * factor)
         inputs = layer.record.inputs
         if of_inputs is not None:
             own = of_inputs.scaled(factor)
-            inputs, _ = self.next_format(layer.settings, own, share * factor, follows=True)
+            inputs, _ = self.next_format(layer.settings, own, share * factor)
         return layer.name, weight, inputs
 
     def update(self, shared: Window, layers: Sequence[Layer], step: Step) -> Update:

@@ -46,6 +46,8 @@ class LayerBudget(PlainRecord):
         window: Which one: step at whose end it began. A layer that is frozen at a switch stays behind.
         input_gradient: Running mean of the squared norm of a sample's gradient to the inputs.
         first: Step at whose end the weight got its first format; 0 before.
+        clamping: Integer bits of inputs that clamped too many; None where there are none, or the
+            inputs have needed fewer since.
     """
 
     fmt: TensorFormat | None = None
@@ -55,6 +57,7 @@ class LayerBudget(PlainRecord):
     input_gradient: float | None = None
     window: int = 0
     first: int = 0
+    clamping: int | None = None
 
     def is_watched(self, step: int) -> bool:
         """Say whether a step looks if the weight has grown beyond its format: often at first, then more rarely."""
@@ -117,15 +120,17 @@ class Observation:
 
     Args:
         before: Its format until now.
-        range: Where its values are.
+        range: Where its values are; the integer bits are those that the next format is to have.
         gradient: Squared norm of a sample's gradient to it; None where none came.
         limits: What its format must keep to.
+        clamping: See ``LayerBudget``.
     """
 
     before: TensorFormat | None
     range: Range
     gradient: float | None
     limits: Limits
+    clamping: int | None = None
 
     def scaled(self, factor: float) -> "Observation":
         """Return it with other limits of noise."""
@@ -288,16 +293,19 @@ class RangePolicy(Policy):
         """Give a layer its formats, and begin a window."""
         record: LayerBudget = layer.record
         of_weight, of_inputs = observations
-        fmt, note = self.next_format(layer.settings, of_weight, share, follows=False)
+        fmt, note = self.next_format(layer.settings, of_weight, share)
         notes, inputs, mean = [f"weight: {note}"] if note else [], record.inputs, None
+        clamping = record.clamping
         if of_inputs is not None:
-            inputs, note = self.next_format(layer.settings, of_inputs, share, follows=True)
+            inputs, note = self.next_format(layer.settings, of_inputs, share)
             notes += [f"inputs: {note}"] if note else []
-            mean = of_inputs.gradient
+            mean, clamping = of_inputs.gradient, of_inputs.clamping
         if mean is None or not math.isfinite(mean):
             mean = record.input_gradient
         first = record.first or (0 if fmt is None else step)
-        after = LayerBudget(fmt, inputs, input_gradient=mean, window=step, first=first)
+        after = LayerBudget(
+            fmt, inputs, input_gradient=mean, window=step, first=first, clamping=clamping
+        )
         row = replace(
             _row(layer, after, step),
             saturated=0.0 if of_inputs is None else of_inputs.range.saturated,
@@ -308,17 +316,12 @@ class RangePolicy(Policy):
         return after, row
 
     def next_format(
-        self, settings: Settings, observation: Observation, share: float, *, follows: bool
+        self, settings: Settings, observation: Observation, share: float
     ) -> tuple[TensorFormat | None, str]:
-        """Return a tensor's next format, and why it is the one before where it had to stay.
-
-        ``follows``: the integer bits follow from the format before, too.
-        """
+        """Return a tensor's next format, and why it is the one before where it had to stay."""
         measured, before = observation.range, observation.before
         if (integer_bits := measured.integer_bits) is None:
             return before, "all 0, or not finite"
-        if follows and isinstance(before, FixedPoint):
-            integer_bits = next_integer_bits(before.il, measured, settings["sat_tol"])
         if (noise := self.noise(settings, observation, share)) is None:
             return before, "loss or gradient 0, or not finite"
         noise = min(noise, observation.limits.max_noise * measured.power) / measured.noise_share
@@ -370,16 +373,22 @@ def _gradients(layers: Sequence[Layer], processes: Processes) -> list[float | No
 
 
 def _observed_inputs(layer: Layer, limits: Limits) -> Observation | None:
-    """Return what is known of a layer's inputs; None where they were not observed."""
+    """Return what is known of a layer's inputs; None where they were not observed.
+
+    Their integer bits follow from the format before, too.
+    """
     if layer.inputs is None:
         return None
     record: LayerBudget = layer.record
+    before, clamping, tolerance = record.inputs, record.clamping, layer.settings["sat_tol"]
+    measured = layer.inputs.range(tolerance)
+    if isinstance(before, FixedPoint) and measured.integer_bits is not None:
+        bits, clamping = next_integer_bits(before, clamping, measured, tolerance)
+        measured = replace(measured, integer_bits=bits)
     gradient, new = record.input_gradient, layer.inputs.gradient
     if new is not None:
         gradient = new if gradient is None else (gradient + new) / 2
-    return Observation(
-        record.inputs, layer.inputs.range(layer.settings["sat_tol"]), gradient, limits
-    )
+    return Observation(before, measured, gradient, limits, clamping)
 
 
 def is_count(value: float) -> bool:

@@ -109,19 +109,35 @@ def integer_bits_of(counts: Sequence[int], tolerance: float) -> int | None:
     return None
 
 
-def next_integer_bits(before: int, measured: Range, tolerance: float) -> int:
-    """Return the next number of integer bits of activations.
+def next_integer_bits(
+    before: FixedPoint, clamping: int | None, measured: Range, tolerance: float
+) -> tuple[int, int | None]:
+    """Return the next number of integer bits of activations, and the next ``clamping``.
 
     It follows the data up at once. It goes down by single bits, and up by one where more than
     twice the tolerated share was clamped though the quantile fits (values within half a step of
-    the end are clamped too).
+    the end are clamped too, and so is the power of two itself). It does not go down to that number
+    again before the data need fewer.
+
+    Args:
+        before: Format until now.
+        clamping: The number of integer bits that clamped too many; None where there is none, or the
+            data have needed fewer since.
+        measured: Where the data are.
+        tolerance: Share of values that may saturate.
     """
-    assert measured.integer_bits is not None
-    if measured.integer_bits > before:
-        return measured.integer_bits
+    needed = measured.integer_bits
+    assert needed is not None
+    if clamping is not None and needed < clamping:
+        clamping = None
+    if needed == clamping:
+        needed += 1
+    if needed > before.il:
+        return needed, clamping
     if measured.saturated > 2 * tolerance:
-        return before + 1
-    return before - 1 if measured.integer_bits < before else before
+        lacked_sign = measured.signed and not before.signed
+        return before.il + 1, clamping if lacked_sign else before.il
+    return max(needed, before.il - 1), clamping
 
 
 def budget_noise(budget: float, gradient: float) -> float | None:

@@ -562,6 +562,60 @@ def test_static_words_follow_the_range():
     assert optimizer.input_formats()["0.weight"].il == fmt.il + 5
 
 
+class TestPowersOfTwo:
+    """Flags, thresholded images, and what ``Hardtanh`` and saturated functions give."""
+
+    def optimizer(self, policy):
+        torch.manual_seed(0)
+        layer = nn.Linear(32, 3)
+        sgd = torch.optim.SGD(layer.named_parameters(), lr=0.05)
+        optimizer = Quantized(sgd, policy())
+        marvin.quantize_activations(layer, optimizer)
+        return layer, optimizer
+
+    def train(self, layer, optimizer, steps, value):
+        for step in steps:
+            g = torch.Generator().manual_seed(step)
+            x = (torch.rand(16, 32, generator=g) < 0.5).float() * value
+            optimizer.zero_grad()
+            loss = F.cross_entropy(layer(x), torch.randint(3, (16,), generator=g))
+            loss.backward()
+            optimizer.step(loss=loss)
+        return optimizer.input_formats()["weight"]
+
+    @pytest.mark.parametrize("value", [1.0, 0.998], ids=["at", "below"])
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_they_are_clamped_in_one_window_alone(self, policy, value):
+        layer, optimizer = self.optimizer(POLICIES[policy])
+        fmt = self.train(layer, optimizer, range(21), value)
+        assert is_in(torch.ones(1), fmt)
+        over = [row.step for row in optimizer.trace if row.saturated > 2e-3]
+        assert over == [2]
+
+    @pytest.mark.parametrize("lacks", [(), ("clamping",)], ids=["its own", "an older one"])
+    def test_a_state_goes_on(self, lacks):
+        layer, optimizer = self.optimizer(POLICIES["static"])
+        self.train(layer, optimizer, range(4), 1.0)
+        state = optimizer.state_dict()
+        for own in state["state"].values():
+            for name in lacks:
+                own.get("layer", {}).pop(name, None)
+        other, resumed = self.optimizer(POLICIES["static"])
+        other.load_state_dict(layer.state_dict())
+        resumed.load_state_dict(state)
+        before = len(resumed.trace)
+        assert is_in(torch.ones(1), self.train(other, resumed, range(4, 21), 1.0))
+        over = [row.step for row in resumed.trace[before:] if row.saturated > 2e-3]
+        assert over == ([8] if lacks else [])
+
+    def test_the_format_follows_smaller_values(self):
+        layer, optimizer = self.optimizer(POLICIES["static"])
+        assert self.train(layer, optimizer, range(8), 1.0).il == 1
+        assert self.train(layer, optimizer, range(8, 12), 0.4).il == 0
+        assert self.train(layer, optimizer, range(12, 16), 0.4).il == -1
+        assert self.train(layer, optimizer, range(16, 20), 0.9).il == 0  # clamps none
+
+
 def test_ends_and_groups_have_words_of_their_own():
     model, optimizer, _ = make(LossBudgetPolicy(window=4, max_wl=5, ends_wl=8))
     train(model, optimizer, 4)

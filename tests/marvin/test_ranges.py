@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fixedpoint_kernels import FixedPoint, quantize
@@ -36,17 +36,48 @@ def test_integer_bits_are_the_power_of_two_above_the_quantile(values, tolerance,
 
 
 @pytest.mark.parametrize(
-    ("before", "needed", "saturated", "after"),
+    ("before", "clamping", "needed", "saturated", "after"),
     [
-        (2, 5, 0.0, 5),  # up at once
-        (2, 2, 0.0021, 3),  # more than twice the tolerance
-        (2, 1, 0.0021, 3),
-        (2, 2, 0.0020, 2),
-        (2, -3, 0.0, 1),  # down by one
+        (2, None, 5, 0.0, (5, None)),  # up at once
+        (2, None, 2, 0.0021, (3, 2)),  # more than twice the tolerance
+        (2, None, 1, 0.0021, (3, 2)),
+        (2, None, 2, 0.0020, (2, None)),
+        (2, None, -3, 0.0, (1, None)),  # down by one
+        (3, 2, 2, 0.0, (3, 2)),  # not to what clamped too many
+        (5, 2, 2, 0.0, (4, 2)),
+        (3, 2, 3, 0.0, (3, 2)),
+        (3, 2, 6, 0.0, (6, 2)),
+        (2, 2, 2, 0.0, (3, 2)),
+        (3, 2, 1, 0.0, (2, None)),  # before the data need fewer
     ],
 )
-def test_integer_bits_follow_the_data(before, needed, saturated, after):
-    assert next_integer_bits(before, Range(True, needed, 1.0, saturated), 1e-3) == after
+def test_integer_bits_follow_the_data(before, clamping, needed, saturated, after):
+    measured = Range(True, needed, 1.0, saturated)
+    assert next_integer_bits(FixedPoint(8, 7 - before), clamping, measured, 1e-3) == after
+
+
+@given(
+    st.integers(2, 8), st.integers(-6, 9), st.sets(st.integers(1, 2**8), min_size=1), st.booleans()
+)
+@example(4, 0, {2**5}, False)  # a power of two
+@example(4, 3, {2**5 - 1}, True)  # and less than half a step below
+def test_integer_bits_settle_and_clamp_no_more_than_is_tolerated(wl, bits, values, signed):
+    x = torch.tensor(sorted(values)).div(2**5).repeat(100)
+    x = torch.cat([x, -x]) if signed else x
+    clamping, found = None, []
+    for _ in range(30):
+        fmt, seen = FixedPoint(wl, wl - signed - bits, signed=signed), Observer()
+        seen.round(x, fmt, clip=True)
+        measured = inputs_of({0: seen}, 1)[0].range(1e-3)
+        found.append((bits, measured.saturated))
+        bits, clamping = next_integer_bits(fmt, clamping, measured, 1e-3)
+    assert len({*found[-8:]}) == 1
+    assert found[-1][1] <= 2e-3
+
+
+def test_values_below_0_without_a_sign_do_not_tell_of_the_integer_bits():
+    measured = Range(True, 2, 1.0, 0.5)
+    assert next_integer_bits(FixedPoint(8, 6, signed=False), None, measured, 1e-3) == (3, None)
 
 
 def test_the_budget_by_hand():
