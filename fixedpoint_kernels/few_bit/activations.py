@@ -39,6 +39,7 @@ class Entry:
             a formula of None: torch's operator computes the value.
         is_shipped: Whether tables of its default parameters are in the file.
         same_table: Name of the entry whose tables it shares where parameters are the defaults.
+        rounds_parameters: Whether torch rounds the parameters to the tensor's dtype before it compares.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Entry:
     formula: Callable[..., Formula | None] | None = None
     is_shipped: bool = False
     same_table: str = ""
+    rounds_parameters: bool = False
 
     @property
     def bits(self) -> int:
@@ -148,6 +150,7 @@ ENTRIES = _table(
         F.hardshrink,
         exact=_shrink,
         formula=lambda lambd: ("hardshrink", lambd),
+        rounds_parameters=True,
     ),
     Entry(
         "hardsigmoid",
@@ -190,6 +193,7 @@ ENTRIES = _table(
         F.softshrink,
         exact=_shrink,
         formula=lambda lambd: ("softshrink", lambd),
+        rounds_parameters=True,
     ),
     Entry(
         "threshold",

@@ -12,10 +12,12 @@ normalisation. Parameters other than torch's defaults are solved for at the firs
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +30,7 @@ from fixedpoint_kernels.few_bit.named import function_of, table_of
 from fixedpoint_kernels.few_bit.operators import register
 
 _NEEDED = inspect.Parameter.empty
+_HALVES = torch.bfloat16, torch.float16
 
 
 def make(entry: Entry) -> Callable[..., Tensor]:
@@ -109,8 +112,11 @@ def run(name: str, x: Tensor, parameters: Parameters, bits: int, weight: Weight)
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} takes a tensor, got {type(x).__name__}: write torch.as_tensor(x)")
+    compared = parameters
+    if x.dtype in _HALVES and ENTRIES[name].rounds_parameters:
+        compared = _rounded(x.dtype, *parameters)
     find = _found if torch.compiler.is_compiling() else _remembered
-    function, key, fused = find(name, parameters, bits, weight)
+    function, key, fused = find(name, parameters, compared, bits, weight)
     if x.is_floating_point():
         return apply(function, x, key, fused)
     try:
@@ -121,12 +127,22 @@ def run(name: str, x: Tensor, parameters: Parameters, bits: int, weight: Weight)
         ) from error
 
 
+@compiled_as_constant
+def _rounded(dtype: torch.dtype, *parameters: float) -> Parameters:
+    """Return numbers rounded to ``dtype``, by way of float32 as torch does."""
+    info = torch.finfo(dtype)
+    values = [float(np.float32(value)) for value in parameters]
+    octaves = [2.0 ** (math.frexp(value)[1] - 1) for value in values]
+    steps = [info.eps * max(octave, info.tiny) for octave in octaves]
+    return tuple([float(np.rint(v / step)) * step for v, step in zip(values, steps, strict=True)])
+
+
 def _found(
-    name: str, parameters: Parameters, bits: int, weight: Weight
+    name: str, parameters: Parameters, compared: Parameters, bits: int, weight: Weight
 ) -> tuple[Function, str, Fused | None]:
-    """Return what ``apply`` wants."""
-    key = table_key(name, bits, weight, *parameters)
-    return function_of(name, parameters), key, fused_of(name, parameters)
+    """Return what ``apply`` wants; ``compared`` are the parameters as the kernels compare with them."""
+    key = table_key(name, bits, weight, *compared)
+    return function_of(name, parameters), key, fused_of(name, compared)
 
 
 _remembered = lru_cache(maxsize=256, typed=True)(_found)  # True is no 1

@@ -169,6 +169,19 @@ def test_stepwise_gradients_are_torchs(name, dtype):
     torch.testing.assert_close(found, exact, **tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("lambd", [0.1, 0.3, 0.7, 1.2, 2.3, 1e-6, 1e-40, 0.0])
+@pytest.mark.parametrize("name", ["hardshrink", "softshrink"])
+def test_shrinking_compares_in_the_dtype(name, lambd, dtype):
+    edge = torch.tensor(lambd).to(dtype)
+    beside = [edge, torch.nextafter(edge, edge + 1), torch.nextafter(edge, edge - 1)]
+    x = torch.cat([torch.stack(beside), -torch.stack(beside), torch.randn(1500).to(dtype)])
+    functions = getattr(few_bit, name), getattr(F, name)
+    ours, theirs = (gradient(lambda x, f=f: f(x, lambd), x) for f in functions)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
@@ -308,9 +321,11 @@ def test_checkpointing(reentrant):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's
-@pytest.mark.parametrize("name", ["gelu", "relu", "softplus", "hardtanh"])
+@pytest.mark.parametrize("name", ["gelu", "relu", "softplus", "hardtanh", "softshrink"])
 def test_compile_has_no_graph_breaks(name):
     module, x = ours_and_theirs(name)[0], torch.randn(40, 50)
+    if name == "softshrink":
+        x = x.bfloat16()
     expected = gradient(module, x)
     torch._dynamo.reset()
     for function in (module, getattr(few_bit, name)):
