@@ -36,7 +36,8 @@ def compress(
 
     Each plane keeps its smallest residual, rounded down to bfloat16, and its step, rounded up. A
     plane that has an infinity or NaN, or whose sums or range float32 does not hold, becomes NaN as
-    a whole; no other plane notices. A plane of one element is kept as bfloat16 and nothing else.
+    a whole; no other plane notices. With ``block``, a plane of one element is kept as bfloat16 and
+    nothing else.
 
     Args:
         x: Values, any shape and strides, float32, bfloat16, float16, or float64, of which float32
