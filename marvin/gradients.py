@@ -34,7 +34,7 @@ class Gradients:
         members: Parameters that have a gradient.
         values: What this process holds of their gradients, float32; normalised by ``complete``.
         norms: 2-norms before normalisation, shape ``(n,)``: ``accumulate_dtype``, of what this process holds;
-            after ``complete`` float32, of the whole.
+            after ``complete`` float32, of the whole. Not finite where a gradient was not before rounding.
         penalties: L1 penalties, shape ``(n,)``, ``accumulate_dtype``, of what this process holds; None without.
         places: Where ``values`` lie; None where a kernel takes them not, or that is not known.
         measured: What the policy computed from the layers' gradients.
@@ -64,10 +64,12 @@ def gather(
     """
     params, grads = members.params, _dense(members.params)
     penalties = _add_l1(group, params, grads) if group["l1"] else None
-    if group["quantize_gradients"]:
-        grads = _rounded(grads, members.shards, [format_of(p) for p in params], noise)
-    places = places_on_cpu(grads, is_dense)
-    norms = norms_many(grads, dtype=accumulate_dtype(grads[0].device), places=places)
+    places, norms = _measured(grads)
+    formats = [format_of(p) for p in params] if group["quantize_gradients"] else []
+    if any(fmt is not None for fmt in formats):
+        grads = _rounded(grads, members.shards, formats, noise)
+        places, rounded = _measured(grads)
+        norms = torch.where(norms.isfinite(), rounded, norms)  # rounding clamps an infinity
     return Gradients(group, members, grads, norms, penalties, places)
 
 
@@ -199,6 +201,12 @@ def _add_l1(group: Group, params: Sequence[Tensor], grads: list[Tensor]) -> Tens
             grads[i] = grads[i].add(weight.sign(), alpha=rate)
             penalties[i] = weight.abs().sum(dtype=wide) * rate
     return torch.stack(penalties)
+
+
+def _measured(grads: list[Tensor]) -> tuple[Places | None, Tensor]:
+    """Return where gradients lie, and their norms."""
+    places = places_on_cpu(grads, is_dense)
+    return places, norms_many(grads, dtype=accumulate_dtype(grads[0].device), places=places)
 
 
 def _rounded(

@@ -34,7 +34,8 @@ class Quantizer(nn.Module):
     Args:
         forward_format: Of what goes through: ``FixedPoint``, ``BlockFloat`` or ``Minifloat``. None:
             it stays.
-        backward_format: Of the gradient that comes back. None: it stays.
+        backward_format: Of the gradient that comes back. None: it stays. An infinity becomes NaN, so that
+            a gradient scaler sees it; of a ``BlockFloat`` the whole tensor does.
         forward_rounding: ``"stochastic"`` or ``"nearest"``, in training and in eval mode.
         backward_rounding: The same, for the gradient.
         ste: ``"clip"``: no gradient where a value saturated; ``"identity"``: as if it fitted. See

@@ -1,5 +1,6 @@
 """Rounding with a straight-through gradient."""
 
+import math
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from fixedpoint_kernels import FixedPoint, Minifloat, quantize, quantize_with_mask
+from fixedpoint_kernels import BlockFloat, FixedPoint, Minifloat, quantize, quantize_with_mask
 from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels._torch_private.modes import is_checkpointed
 from fixedpoint_kernels.memory import check_untransformed, is_exported
@@ -209,9 +210,15 @@ def round_with_gradient(
 
 
 def _round_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor]:
-    """Round a gradient on its way back, as the policy wants it."""
+    """Round a gradient on its way back, as the policy wants it.
+
+    What is not finite becomes NaN, so that an optimizer or a gradient scaler sees it; with it all that
+    shares its power of two.
+    """
     fmt, options = ctx.back
-    return (round_one(grad, fmt, **options),)
+    is_block = isinstance(fmt, BlockFloat) and grad.numel()
+    seen = torch.linalg.vector_norm(grad, math.inf) if is_block else grad
+    return (round_one(grad, fmt, **options).add_(seen * 0),)  # 0 times an infinity is NaN
 
 
 _rounded_gradient: Any = once_differentiable(

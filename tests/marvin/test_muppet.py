@@ -205,6 +205,21 @@ def test_gradients_are_rounded_on_their_way_back():
     assert not torch.equal(rounded, coming)
 
 
+def test_a_gradient_scaler_sees_what_overflows():
+    model, optimizer = make(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+    marvin.quantize_activations(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    before, x, y = model[2].weight.detach().clone(), torch.randn(16, 4), 50 * torch.randn(16, 2)
+    for step in 1, 2:
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer, loss=loss)
+        scaler.update()
+        assert scaler.get_scale() == 2.0 ** (127 - step)
+    assert torch.equal(model[2].weight, before)
+
+
 def test_resume_equals_never_stopping():
     model, optimizer = make(levels=(8, 12, 14, 32), patience=1, epochs_per_lr=2)
     level_after(optimizer, ["differ"] * 3 + ["same"] * 2)

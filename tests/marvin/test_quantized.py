@@ -333,6 +333,36 @@ def test_nonfinite_changes_nothing():
     assert_same_run((model, optimizer), before)
 
 
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize(
+    "policy",
+    [FixedPolicy(12, 8), marvin.StaticPolicy(8, 8, per_channel=True), marvin.MuppetPolicy()],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_an_infinite_gradient_is_refused_where_gradients_are_rounded(policy, rounds):
+    """Rounding would make the largest number of a format of it."""
+    model = make_model()
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer = Quantized(sgd, policy, quantize_gradients=rounds)
+    train(model, optimizer, 2)
+    before = copy.deepcopy((model, optimizer))
+    model[3].weight.grad[0, 0] = -math.inf
+    with pytest.raises(FloatingPointError, match=r"gradient of 3\.weight with norm inf"):
+        optimizer.step(loss=1.0)
+    assert_same_run((model, optimizer), before)
+
+
+def test_gradients_are_divided_by_the_norm_that_they_have_once_rounded():
+    weight = nn.Parameter(torch.zeros(8, 8))
+    sgd = torch.optim.SGD([weight], lr=1.0)
+    options = {"quantize_gradients": True, "normalize_gradients": True}
+    optimizer = Quantized(sgd, FixedPolicy(8, 0), **options)
+    weight.grad = torch.full((8, 8), 0.25)  # 0 or 1 once rounded
+    optimizer.step()
+    norm = optimizer.state[weight]["master"].norm()
+    torch.testing.assert_close(norm, torch.tensor(1.0), rtol=1e-6, atol=0)  # float32
+
+
 def test_a_wrapped_optimizer_may_have_stepped_before():
     model = make_model()
     adamw = torch.optim.AdamW(model.parameters())

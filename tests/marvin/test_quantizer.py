@@ -34,6 +34,25 @@ def test_values_and_gradients_are_rounded(there, back):
         torch.testing.assert_close(quantizer(x), nearest(x, there), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+@pytest.mark.parametrize("ste", ["clip", "identity"])
+@pytest.mark.parametrize("back", [FIXED, BLOCK, FLOAT], ids=str)
+def test_a_gradient_that_is_not_finite_does_not_become_finite(back, ste, value):
+    x, gradient = torch.zeros(4, 5, requires_grad=True), torch.full((4, 5), 0.3)
+    gradient[1, 2] = float(value)
+    marvin.Quantizer(FIXED, back, ste=ste)(x).backward(gradient)
+    if back == BLOCK:  # the others would be multiples of 1
+        assert x.grad.isnan().all()
+    else:
+        assert torch.equal(x.grad.isnan(), ~gradient.isfinite())
+
+
+def test_the_gradient_of_nothing_is_rounded():
+    x = torch.zeros(0, 5, requires_grad=True)
+    marvin.Quantizer(None, BLOCK)(x).sum().backward()
+    assert x.grad.shape == (0, 5)
+
+
 @pytest.mark.parametrize(("fmt", "most"), [(FIXED, 3.875), (FLOAT, 448.0)], ids=str)
 def test_no_gradient_comes_back_where_a_value_saturated(fmt, most):
     x = torch.tensor([most, 2 * most, -9 * most, 0.5], requires_grad=True)
