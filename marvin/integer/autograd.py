@@ -308,8 +308,8 @@ def _of_shifts(product: Product, weight: Tensor) -> Tensor:
 
 
 def _powers(shifts: Sequence[int], x: Tensor, dim: int) -> Tensor:
-    """Return ``2**shift``, to be multiplied with ``x`` along ``dim``."""
-    powers = torch.tensor([2.0**shift for shift in shifts], dtype=x.dtype, device=x.device)
+    """Return ``2**shift``, to be multiplied with ``x`` along ``dim``: float32, as float16 ends at 2**15."""
+    powers = torch.tensor([2.0**shift for shift in shifts], dtype=torch.float32, device=x.device)
     return powers.view([-1 if d == dim else 1 for d in range(x.dim())])
 
 

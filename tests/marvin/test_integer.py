@@ -490,6 +490,47 @@ def test_autocast(dtype):
     optimizer.step(loss=loss)
 
 
+@pytest.mark.parametrize("way", ["called", "exported"])
+def test_channels_far_finer_than_others_in_float16(way):
+    """Their powers of two, 2**16 and more, are not in float16."""
+    model, x = nn.Sequential(nn.Linear(32, 4)), torch.randn(4, 32)
+    with torch.no_grad():
+        model[0].weight[1] *= 2.0**-16
+        model[0].bias.zero_()
+    frozen = marvin.freeze(marvin.calibrate(model, [x], per_channel=True).half())
+    x = x.half()
+    with torch.no_grad():
+        wanted = frozen(x)
+        convert(frozen)
+        own = frozen if way == "called" else torch.export.export(frozen, (x,)).module()
+        torch.testing.assert_close(own(x), wanted, rtol=2e-3, atol=1e-7)  # float16
+
+
+def test_the_gradient_of_an_input_through_fine_channels_in_float16():
+    grads = []
+    for converts in (False, True):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(64, 32)), torch.randn(16, 64).half()
+        with torch.no_grad():
+            model[0].weight[1:] *= 2.0**-16
+        model.half()
+        sgd = torch.optim.SGD(model.named_parameters(), lr=0.0)
+        optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(8, 8, per_channel=True))
+        marvin.quantize_activations(model, optimizer)
+        for _ in range(2):
+            loss = model(x).float().mean()
+            loss.backward()
+            optimizer.step(loss=loss)
+        assert max(optimizer.formats()["0.weight"].shifts) >= 16
+        if converts:
+            convert(model)
+        own = x.clone().requires_grad_()
+        model(own)[:, 1:].float().sum().backward()
+        grads.append(own.grad)
+    wanted, found = (grad.float() for grad in grads)
+    assert (found - wanted).norm() < 0.02 * wanted.norm()  # 8 bits, and float16 below 2**-14
+
+
 def test_activation_checkpointing():
     """What is computed again has the same codes, where rounding draws no noise."""
     grads = []
