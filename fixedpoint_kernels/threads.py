@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from threading import current_thread, main_thread
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -27,17 +28,16 @@ def is_parallel(elements: int) -> bool:
     """Say whether a kernel over ``elements`` should run in parallel.
 
     A forked child (a ``DataLoader`` worker, ``os.fork``) must not: GNU OpenMP kills it there. One that
-    ``multiprocessing`` spawned is a process like any other.
+    ``multiprocessing`` spawned is a process like any other. Nor may any but the main thread of Python, where
+    Numba found no OpenMP: its own threads end the process when two of Python's meet there.
     """
-    parallel = (
+    wanted = (
         elements >= _PARALLEL_FROM
         and torch.get_num_threads() > 1
         and not _is_forked
         and (multiprocessing.parent_process() is None or "--multiprocessing-fork" in sys.orig_argv)
     )
-    if parallel:
-        _start()
-    return parallel
+    return wanted and (_start() != "workqueue" or current_thread() is main_thread())
 
 
 def thread_count() -> int:
@@ -49,14 +49,18 @@ def thread_count() -> int:
 
 
 @cache
-def _start() -> None:
-    """Start Numba's threads. Theirs may be torch's OpenMP, whose number of threads they set."""
-    from numba import get_num_threads
+def _start() -> str:
+    """Start Numba's threads, and return of which kind they are: ``"omp"``, ``"tbb"`` or ``"workqueue"``.
+
+    Theirs may be torch's OpenMP, whose number of threads they set.
+    """
+    from numba import get_num_threads, threading_layer
 
     own = torch.get_num_threads()
     get_num_threads()  # starts them
     if torch.get_num_threads() != own:
         torch.set_num_threads(own)
+    return threading_layer()
 
 
 def _note_fork() -> None:

@@ -147,6 +147,28 @@ with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spaw
     assert pool.submit(is_parallel, 60_000).result()
 """
 
+WITHOUT_OPENMP = """
+import threading, torch
+from fixedpoint_kernels import FixedPoint, quantize
+from fixedpoint_kernels.threads import is_parallel
+
+torch.set_num_threads(2)
+x, fmt, found = torch.linspace(-9, 9, 400_000), FixedPoint(8, 4), []
+wanted = quantize(x, fmt, seed=1)
+
+def call():
+    found.append(all(torch.equal(quantize(x, fmt, seed=1), wanted) for _ in range(40)))
+
+threads = [threading.Thread(target=call) for _ in range(3)]
+for thread in threads:
+    thread.start()
+assert is_parallel(400_000)
+call()
+for thread in threads:
+    thread.join()
+assert found == [True] * 4, found
+"""
+
 INNER = """
 from numba import njit
 from fixedpoint_kernels.llvm.calls import inner
@@ -215,6 +237,10 @@ def run(script, *arguments, first="", **environment):
 def test_in_a_new_process(script):
     """A forked child runs the serial kernel; torch's number of threads is left alone."""
     run(script)
+
+
+def test_threads_of_python_may_meet_where_numba_finds_no_openmp():
+    run(WITHOUT_OPENMP, NUMBA_THREADING_LAYER="workqueue", NUMBA_NUM_THREADS="2")
 
 
 def test_what_only_kernels_call_refuses_python():
