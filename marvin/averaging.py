@@ -132,6 +132,9 @@ class MasterAverage:
                 "give what state_dict() of a MasterAverage returned"
             )
         _check_decay(state["decay"])
+        steps = state["steps"]
+        if type(steps) is not int or steps < 0:
+            raise ValueError(f"steps must be a whole number, 0 or more, got {steps!r:.60}")
         own, loaded = self.masters, state["masters"]
         loaded = loaded if isinstance(loaded, Mapping) else {}
         shapes = {name: getattr(value, "shape", None) for name, value in loaded.items()}
@@ -140,7 +143,7 @@ class MasterAverage:
                 f"masters must have the names and shapes of {len(own)} parameters, got others: "
                 f"{', '.join(sorted(own.keys() ^ loaded.keys())[:3]) or 'shapes'}"
             )
-        self.decay, self.steps = state["decay"], state["steps"]
+        self.decay, self.steps = state["decay"], steps
         for name, value in loaded.items():
             own[name].copy_(value)
 

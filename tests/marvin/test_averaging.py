@@ -170,6 +170,9 @@ def test_what_is_no_state_is_named():
             average.load_state_dict(state)
     with pytest.raises(ValueError, match=r"decay must be 0 or more and below 1, got '0\.9'"):
         average.load_state_dict({**average.state_dict(), "decay": "0.9"})
+    for steps in (-9, 2.5, "3", None, True):
+        with pytest.raises(ValueError, match=f"steps must be a whole number, .* got {steps!r}"):
+            average.load_state_dict({**average.state_dict(), "steps": steps})
     with pytest.raises(ValueError, match="masters must have the names and shapes of 6"):
         average.load_state_dict({**average.state_dict(), "masters": None})
 
