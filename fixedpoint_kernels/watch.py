@@ -192,7 +192,7 @@ def unbound(forward: Callable[..., object]) -> Callable[..., object]:
 
     def run(module: nn.Module, /, *args: object, **kwargs: object) -> object:
         own = vars(module).get(KEPT)
-        if own is None:
+        if own is None or own.module is not module:
             return type(module).forward(module, *args, **kwargs)
         return own(*args, **kwargs)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from operator import itemgetter
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -23,6 +24,7 @@ __all__ = [
     "ConvolutionHook",
     "NormBase",
     "buffers_of",
+    "called_in",
     "children_of",
     "exchange_hooks",
     "fill_copy",
@@ -283,6 +285,15 @@ def is_called_plainly(module: nn.Module) -> bool:
     """Say whether calling a module is its class's ``forward``, between its own hooks alone."""
     is_own = "forward" not in vars(module) and module._compiled_call_impl is None
     return is_own and not any(global_forward_hooks())
+
+
+def called_in(frame: FrameType) -> nn.Module | None:
+    """Return the module whose call runs in a frame of torch's; None where that is another frame.
+
+    A ``forward`` that is set on a module is not told which module is called.
+    """
+    called = frame.f_locals.get("self")
+    return called if isinstance(called, nn.Module) else None
 
 
 def hook_wrapper() -> type:

@@ -1,5 +1,6 @@
 """Running chains of layers as one: forward and backward in training, forward where nothing goes backward."""
 
+import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 from threading import RLock
@@ -11,7 +12,7 @@ from torch import Tensor, fx, nn
 from fixedpoint_kernels import products
 from fixedpoint_kernels._torch_private.compiling import compiled_as_constant
 from fixedpoint_kernels._torch_private.modes import is_watched
-from fixedpoint_kernels._torch_private.modules import global_forward_hooks
+from fixedpoint_kernels._torch_private.modules import called_in, global_forward_hooks
 from fixedpoint_kernels.watch import KEPT, OtherForward, has_own_forward, unbound
 from marvin.compiled import is_traced
 from marvin.hooks import not_scripted, restore_forwards, rounders_of
@@ -90,7 +91,11 @@ class Fused(OtherForward):
         """Do as ``forward`` of the module's class, outside of torch.compile, which would take chains apart, but for a frozen module."""
         if torch.compiler.is_compiling() and (self._has_formats() or not self._own):
             return uncompiled(Fused.run)(self, args, kwargs)
-        return self.run(args, kwargs)
+        called = None if torch.compiler.is_compiling() else called_in(sys._getframe(1))
+        if called is None or called is self.module or vars(called).get("forward") is not self:
+            return self.run(args, kwargs)
+        # copy.copy, and libraries for meta-learning, copied the attributes of this object's module
+        return type(called).forward(called, *args, **kwargs)
 
     @property
     def __func__(self) -> Callable[..., object]:
@@ -333,7 +338,8 @@ def fuse(model: nn.Module) -> None:
 def _fused_of(module: nn.Module) -> Fused | None:
     """Return what a module runs; None where that is something else."""
     own = vars(module).get(KEPT, vars(module).get("forward"))
-    return own if isinstance(own, Fused) and not has_own_forward(module) else None
+    is_its_own = isinstance(own, Fused) and own.module is module
+    return own if is_its_own and not has_own_forward(module) else None
 
 
 def own_forwards(model: nn.Module) -> list[str]:

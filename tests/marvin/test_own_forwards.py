@@ -187,6 +187,59 @@ def test_copies_of_a_wrapped_model_compute_with_weights_of_their_own(made):
         assert model(data()).abs().max() > 0
 
 
+def cloned(module):
+    """Copy attributes and tensors, as libraries for meta-learning do."""
+    clone = module.__new__(type(module))
+    clone.__dict__ = module.__dict__.copy()
+    clone._parameters = {name: p.detach().clone() for name, p in module._parameters.items()}
+    clone._modules = {name: cloned(child) for name, child in module._modules.items()}
+    return clone
+
+
+@pytest.mark.parametrize("net", [Net, Shared, listed])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_clone_of_attributes_computes_with_weights_of_its_own(net, training):
+    model = net()
+    optimizer = make(model)
+    convert(model)
+    train(model, optimizer)
+    model.train(training)
+    expected = copy.deepcopy(model)(data())
+    clone = cloned(model)
+    with torch.no_grad():
+        for p in clone.parameters():
+            p.zero_()
+    clone.requires_grad_(True)
+    with torch.set_grad_enabled(training):
+        y, again = clone(data()), model(data())
+    assert y.abs().max() == 0
+    if training:
+        y.sum().backward()
+        assert all(p.grad is not None for p in clone.parameters())
+    assert not any(row.is_fused for row in report(clone).rows)
+    torch.testing.assert_close(again, expected, rtol=0.1, atol=0.1)  # other noise
+    forwards = [own.forward for own in model.modules() if isinstance(own.forward, Fused)]
+    assert any(own.ran for own in forwards)
+
+
+def test_a_copy_computes_with_modules_that_were_put_into_it():
+    model = Net()
+    optimizer = make(model)
+    convert(model)
+    train(model, optimizer)
+    model.eval()
+    for bind in (False, True):
+        other = copy.copy(model)
+        if bind:
+            other.forward = MethodType(model.forward.__func__, other)
+        other._modules = {**model._modules, "last": nn.Identity()}
+        with torch.no_grad():
+            assert other(data(), scale=1.0).shape == (8, 32)
+            assert model(data(), scale=1.0).shape == (8, 16)
+    revert(other)
+    assert vars(model)["forward"].module is model
+
+
 def test_a_wrapped_forward_has_the_arguments_of_the_class():
     model = Net()
     make(model)
