@@ -13,7 +13,7 @@ from fixedpoint_kernels._torch_private.modules import AdaptiveAvgPoolBase, AvgPo
 from fixedpoint_kernels.undo import all_or_nothing
 from marvin.activations import FROZEN, Entry, QuantizedActivations
 from marvin.display import listed
-from marvin.hooks import rounders_of
+from marvin.hooks import exchange, rounders_of
 from marvin.layers import computed_weights, is_layer, parameters_of, parametrisations_of
 from marvin.masters import WithMasters, owner_of
 from marvin.model_formats import ModuleFormats
@@ -23,7 +23,7 @@ from marvin.rounder import BUFFER
 from marvin.settings import Group, Settings
 from marvin.warned import warn_user
 
-__all__ = ["EXCLUDED", "FOLLOWERS", "OTHERS", "Carriers", "assign", "decides"]
+__all__ = ["EXCLUDED", "FOLLOWERS", "OTHERS", "Carriers", "assign", "decides", "others_of"]
 
 # without parameters of their own, these take the format of the layer before them
 _NORMS = NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
@@ -34,7 +34,7 @@ EXCLUDED = "excluded"
 """Why a module does not round that the user left out."""
 
 _MUCH, _OF_OUTPUTS, _OF_DATA = 0.9, 0.5, 0.25  # shares of clamped values that a warning names
-OTHERS = "rounds by the formats of another optimizer"
+OTHERS = "rounds by the formats of another optimizer or of a loaded state"
 """Why a module does not round by an optimizer that does not have its weight."""
 _NO_LAYER = "no layer of the optimizer gives it a format"
 
@@ -77,7 +77,7 @@ class Carriers:
             tensors: As of ``things``.
         """
         entries = [entry for handle in self.handles for entry in handle.entries]
-        objects = [self, *(entry.module for entry in entries), *things]
+        objects = [self, *self.handles, *(entry.module for entry in entries), *things]
         modules = [module for module in objects if isinstance(module, nn.Module)]
         rounders = [rounder for module in modules for rounder in rounders_of(module)]
         formats = [
@@ -100,6 +100,7 @@ class Carriers:
         attached = [handle for handle in self.handles if handle.is_attached]
         self._find_gone(attached)
         for handle in attached:
+            _take_over(handle, optimizer)
             assign(handle, optimizer)
             self.waits = True
         self._count_samples()
@@ -352,6 +353,29 @@ def decides(optimizer: WithMasters, module: nn.Module) -> bool:
     if layer is not None and layer not in optimizer and owner_of(layer) is not None:
         return False
     return any(p in optimizer for p in own)
+
+
+def others_of(model: nn.Module, optimizer: WithMasters) -> set[nn.Module]:
+    """Return modules that round by another's formats: an optimizer's that has their layer, or those of a state."""
+    found, is_other, inside = set[nn.Module](), False, parametrisations_of(model)
+    for module in (own for own in model.modules() if own not in inside):
+        has_own = bool(parameters_of(module))
+        rounds = any(r.state is not optimizer.forward_state for r in rounders_of(module))
+        if has_own:
+            is_other = rounds and not decides(optimizer, module)
+        if is_other and rounds and (has_own or isinstance(module, FOLLOWERS)):
+            found.add(module)
+    return found
+
+
+def _take_over(handle: QuantizedActivations, optimizer: WithMasters) -> None:
+    """Let modules round by this optimizer's formats that rounded by another's until it got their layer."""
+    others = others_of(_root(handle), optimizer)
+    for entry in handle.entries:
+        module, name = entry.module, entry.rounder.name
+        if handle.left.get(name) == OTHERS and module not in others and rounders_of(module):
+            del handle.left[name]
+            exchange(module, entry.rounder)
 
 
 def assign(handle: QuantizedActivations, optimizer: WithMasters) -> None:

@@ -5,15 +5,16 @@ import inspect
 from collections.abc import Collection, Iterable
 from typing import get_args
 
+import torch
 from torch import nn
 
 from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels.rounding import Rounding
 from fixedpoint_kernels.undo import all_or_nothing
 from marvin.activations import Entry, QuantizedActivations
-from marvin.carriers import EXCLUDED, FOLLOWERS, OTHERS, assign, decides
+from marvin.carriers import EXCLUDED, FOLLOWERS, OTHERS, assign, others_of
 from marvin.compiled import check_uncompiled
-from marvin.hooks import detach, hook, rounders_of
+from marvin.hooks import detach, hook
 from marvin.layers import parameters_of, parametrisations_of
 from marvin.model_formats import ModuleFormats
 from marvin.quantized import Quantized
@@ -29,6 +30,7 @@ _Choice = Iterable[_Item] | _Item | None
 
 
 @left_uncompiled
+@torch.inference_mode(False)  # or no step could write the formats
 def quantize_activations(
     model: nn.Module,
     optimizer: Quantized,
@@ -96,7 +98,7 @@ def quantize_activations(
             "no module of the model has a parameter of this optimizer: make the optimizer of this model's, "
             "marvin.Quantized(torch.optim.Adam(model.named_parameters()), policy)"
         )
-    others = _of_others(model, optimizer)
+    others = others_of(model, optimizer)
     with optimizer.carrying(model):
         handle = _attached(model, optimizer.forward_state, include, exclude, others)
         handle.ste, handle.eval_rounding = ste, eval_rounding
@@ -144,19 +146,6 @@ def prepare(
         return handle
 
 
-def _of_others(model: nn.Module, optimizer: Quantized) -> set[nn.Module]:
-    """Return modules that round by another optimizer's formats, which has their layer."""
-    found, is_other, inside = set[nn.Module](), False, parametrisations_of(model)
-    for module in (own for own in model.modules() if own not in inside):
-        has_own = bool(parameters_of(module))
-        rounds = any(r.state is not optimizer.forward_state for r in rounders_of(module))
-        if has_own:
-            is_other = rounds and not decides(optimizer, module)
-        if is_other and rounds and (has_own or isinstance(module, FOLLOWERS)):
-            found.add(module)
-    return found
-
-
 def _attached(
     model: nn.Module,
     state: ForwardState,
@@ -182,18 +171,17 @@ def _attached(
     for name, module in model.named_modules():
         if module in others:
             handle.left[name] = OTHERS
-            if module is model:  # its entry says which model this is
-                handle.entries.append(Entry(module, Rounder(name, state, (), is_root=True)))
-            continue
-        detach(module)
+        else:
+            detach(module)
         could = bool(parameters_of(module)) or isinstance(module, FOLLOWERS)
         is_chosen = name in chosen or module in inside
         if could and not is_chosen:
-            handle.left[name] = EXCLUDED
+            handle.left.setdefault(name, EXCLUDED)
         if (could and is_chosen) or module is model:
             rounder = Rounder(name, state, argument_names(module), is_root=module is model)
-            hook(module, rounder)
             handle.entries.append(Entry(module, rounder))
+            if module not in others:
+                hook(module, rounder)
     return handle
 
 

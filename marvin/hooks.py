@@ -25,6 +25,7 @@ __all__ = [
     "Saving",
     "Unscripted",
     "detach",
+    "exchange",
     "give_place",
     "hook",
     "not_scripted",
@@ -112,6 +113,12 @@ def hook(module: nn.Module, rounder: Rounder) -> None:
     if saves_by_itself(module) and not hooks_of(module, Saving):
         module.register_state_dict_post_hook(Saving())
     keep_apart(module, Unscripted)
+
+
+def exchange(module: nn.Module, rounder: Rounder) -> None:
+    """Let a module that rounds do so by another rounder, and keep the formats that it has."""
+    remove_hooks(module, _Hook)
+    hook(module, rounder)
 
 
 def give_place(module: nn.Module, kind: type) -> None:

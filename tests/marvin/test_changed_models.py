@@ -17,6 +17,8 @@ from marvin.rounder import formats_of
 from marvin.rounding import round_many
 from tests.same import assert_same
 
+OF_OTHERS = "rounds by the formats of another optimizer or of a loaded state"
+
 
 def make_model():
     torch.manual_seed(0)
@@ -75,7 +77,7 @@ def test_two_optimizers_of_one_model(split):
     for name, fmt in formats.items():
         assert is_in(inputs_seen(model, name.partition(".")[0]), fmt)
     assert [len(handle.layers()) for handle in handles] == [split // 2, 3 - split // 2]
-    assert set(handles[1].report.left.values()) == {"rounds by the formats of another optimizer"}
+    assert set(handles[1].report.left.values()) == {OF_OTHERS}
     x = torch.randn(4, 8)
     assert torch.equal(marvin.freeze(model)(x), model.eval()(x))
 
@@ -105,7 +107,7 @@ def test_a_weight_and_its_bias_may_have_two_optimizers():
     for order in (1, -1):
         model, weights, handles = trained(order)
         assert [handle.layers() for handle in handles] == [["0", "2"], ["4"]]
-        assert handles[1].report.left["0"] == "rounds by the formats of another optimizer"
+        assert handles[1].report.left["0"] == OF_OTHERS
         carried = formats_of(model)
         for name in ("0", "2"):
             assert carried[name].inputs == weights.input_formats()[f"{name}.weight"]
@@ -114,6 +116,63 @@ def test_a_weight_and_its_bias_may_have_two_optimizers():
         assert carried["4"].inputs == FixedPoint(10, 6)
         x = torch.randn(4, 8)
         assert torch.equal(marvin.freeze(model)(x), model.eval()(x))
+
+
+def with_a_backbone(how="file", **chosen):
+    """Return a model whose first layer is frozen, and the optimizer of the others."""
+    model = make_model()
+    if how != "float":
+        marvin.prepare(model)
+    if how == "file":
+        model.load_state_dict(trained()[0].state_dict())
+    model[0].requires_grad_(False)
+    torch.manual_seed(0)
+    optimizer = make_optimizer([*model.named_parameters()][2:])
+    handle = marvin.quantize_activations(model, optimizer, **chosen)
+    train(model, optimizer)
+    model[0].requires_grad_(True)
+    return model, optimizer, handle
+
+
+@pytest.mark.parametrize("how", ["float", "prepared", "file"])
+def test_a_prepared_layer_that_comes_later_rounds_by_the_optimizer(how):
+    model, optimizer, handle = with_a_backbone(how)
+    first = formats_of(model).get("0")
+    assert (how == "file") == bool(first and first.inputs)
+    assert (how == "float") != (handle.report.left["0"] == OF_OTHERS)
+    optimizer.add_param_group({"params": model[0].named_parameters(prefix="0")})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, steps=30)
+    assert handle.layers() == ["0", "2", "4"]
+    assert not handle.report.left
+    inputs = optimizer.input_formats()["0.weight"]
+    assert formats_of(model)["0"].inputs == inputs
+    assert is_in(inputs_seen(model, "0"), inputs)
+
+
+def test_a_prepared_layer_that_comes_later_and_is_excluded_stays():
+    model, optimizer, handle = with_a_backbone(exclude=["0"])
+    before = formats_of(model)["0"].inputs
+    optimizer.add_param_group({"params": model[0].named_parameters(prefix="0")})
+    train(model, optimizer, steps=30)
+    assert handle.layers() == ["2", "4"]
+    assert formats_of(model)["0"].inputs == before
+
+
+def test_a_refused_group_leaves_a_prepared_layer_as_it_was(monkeypatch):
+    model, optimizer, handle = with_a_backbone()
+    state, hooks = copy.deepcopy(model.state_dict()), dict(model[0]._forward_pre_hooks)
+    monkeypatch.setattr(type(optimizer.policy), "init", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.add_param_group({"params": model[0].named_parameters(prefix="0")})
+    monkeypatch.undo()
+    assert dict(model[0]._forward_pre_hooks) == hooks
+    assert handle.report.left["0"] == OF_OTHERS
+    assert handle.layers() == ["2", "4"]
+    assert_same(model.state_dict(), state)
+    optimizer.add_param_group({"params": model[0].named_parameters(prefix="0")})
+    assert handle.layers() == ["0", "2", "4"]
 
 
 def test_an_optimizer_of_all_parameters_takes_the_place_of_two():
