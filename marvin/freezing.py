@@ -27,6 +27,7 @@ from marvin.nested import mapped, mapped_output
 from marvin.refused import check_model, check_unsharded, check_values
 from marvin.rounder import BUFFER, FLOATS, as_it_is, formats_of
 from marvin.rounding import Format
+from marvin.straight_through import is_differentiated
 
 __all__ = ["FrozenRounding", "freeze", "frozen_formats", "nearest_codes", "saved_classes", "thaw"]
 
@@ -199,11 +200,11 @@ def _round(x: Tensor, fmt: Format | None, *, per_sample: bool = False) -> Tensor
     """Round as ``fixedpoint_kernels.quantize`` and ``quantize_block`` do to nearest."""
     if fmt is None or x.dtype not in FLOATS:
         return x
-    if x.requires_grad and torch.is_grad_enabled() and not is_traced():
+    if isinstance(fmt, FixedPoint) and _is_seen_by_nobody(x):
+        return quantize(x.detach(), fmt, rounding="nearest")
+    if not is_traced() and is_differentiated(x):
         warnings.warn(_NO_GRADIENT, stacklevel=2)
     if isinstance(fmt, FixedPoint):
-        if _is_seen_by_nobody(x):
-            return quantize(x.detach(), fmt, rounding="nearest")
         return (nearest_codes(x, fmt) * fmt.lsb).to(x.dtype)
     assert isinstance(fmt, BlockFloat)
     fl = block_fl(x, fmt, per_sample=per_sample)

@@ -16,7 +16,13 @@ from fixedpoint_kernels.once import once_differentiable
 from fixedpoint_kernels.rounding import Rounding, check_floating, keep_inside
 from marvin.rounding import Format, round_one
 
-__all__ = ["StraightThrough", "Tally", "fake_quantize", "round_with_gradient"]
+__all__ = [
+    "StraightThrough",
+    "Tally",
+    "fake_quantize",
+    "is_differentiated",
+    "round_with_gradient",
+]
 
 StraightThrough = Literal["clip", "identity"]
 _Back = (
@@ -172,7 +178,7 @@ def fake_quantize(
     return _FakeQuantize.apply(x, fmt, options, None, None)  # pyright: ignore[reportReturnType]
 
 
-def _is_differentiated(x: Tensor) -> bool:
+def is_differentiated(x: Tensor) -> bool:
     """Say whether a derivative by ``x`` is wanted; what traces and exports make is for inference."""
     if is_exported():
         return False
@@ -201,7 +207,7 @@ def round_with_gradient(
     Raises:
         TypeError: ``x`` is inside of ``torch.func``, and has a gradient.
     """
-    if not _is_differentiated(x):
+    if not is_differentiated(x):
         return x if fmt is None else round_one(x.detach(), fmt, **options)
     check_untransformed(x=x)
     if ste == "identity" or not isinstance(fmt, FixedPoint | Minifloat):

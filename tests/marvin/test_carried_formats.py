@@ -486,6 +486,20 @@ def test_inference_mode_and_tensors_made_in_it():
     train(model, optimizer, 1)
 
 
+def test_formats_that_were_given_in_inference_mode_may_change():
+    def formats(is_inference):
+        model = net()
+        optimizer = marvin.Quantized(
+            torch.optim.SGD(model.named_parameters(), lr=0.05), POLICIES["marvin"]()
+        )
+        with torch.inference_mode(is_inference):
+            marvin.quantize_activations(model, optimizer)
+        train(model, optimizer, 5)
+        return formats_of(model)
+
+    assert formats(True) == formats(False)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_frozen_model_gives_the_same_bits(policy):
     model, optimizer = make(policy)

@@ -81,3 +81,24 @@ def test_a_frozen_model_says_that_it_has_no_gradient(is_integer: bool) -> None:
         x = X.clone().requires_grad_()
         with pytest.warns(UserWarning, match="take the model that was frozen"):
             assert not torch.autograd.grad(frozen(x).sum(), x)[0].any()
+
+
+def _dual(model: nn.Module) -> Tensor | None:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(X, ALONG))).tangent
+
+
+DERIVED = {
+    "jacfwd": lambda model: torch.func.jacfwd(model)(X[:1]),
+    "jvp": lambda model: torch.func.jvp(model, (X,), (ALONG,))[1],
+    "dual": _dual,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch.func calls it
+@pytest.mark.parametrize("how", DERIVED)
+def test_a_frozen_model_says_so_in_forward_mode_too(how: str) -> None:
+    frozen = marvin.freeze(_trained(marvin.LossBudgetPolicy(), False))
+    with pytest.warns(UserWarning, match="take the model that was frozen"):
+        found = DERIVED[how](frozen)
+    assert not found.any()
