@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from copy import deepcopy
+from dataclasses import fields
 from operator import is_, itemgetter
 
 import torch
@@ -17,10 +18,17 @@ from marvin.inner_optimizer import check_groups
 from marvin.layers import count_known, held_by, is_layer, layout_of
 from marvin.noise import Purpose
 from marvin.plans import Plans
+from marvin.policies import (
+    FixedPolicy,
+    LossBudgetPolicy,
+    MarvinPolicy,
+    MuppetPolicy,
+    StaticPolicy,
+)
 from marvin.policies.base import check_activation_formats, check_record
 from marvin.refused import check_dtypes
 from marvin.rounder import ForwardState
-from marvin.settings import OPTIONS, Group, check_settings, misspelt
+from marvin.settings import OPTIONS, Group, check_settings, unread
 from marvin.shards import is_sharded, local, locals_of
 from marvin.turns import in_turn
 from marvin.warned import warn_user
@@ -29,6 +37,15 @@ from marvin.wrappers import for_wrappers
 
 __all__ = ["FollowsGroups"]
 
+_SETTINGS = {
+    policy.__name__: {f.name for f in fields(policy)}
+    for policy in (FixedPolicy, LossBudgetPolicy, MarvinPolicy, MuppetPolicy, StaticPolicy)
+}
+_OWNERS = {  # of each setting: the policies that have it
+    name: " and ".join(policy for policy, own in _SETTINGS.items() if name in own)
+    for name in set[str]().union(*_SETTINGS.values())
+}
+
 
 @for_wrappers
 class FollowsGroups(WatchesWeights):
@@ -36,7 +53,7 @@ class FollowsGroups(WatchesWeights):
 
     _carriers: Carriers
     forward_state: ForwardState
-    _misspelt: frozenset[str] = frozenset()  # what ``_name_misspelt`` has warned of
+    _unread: frozenset[str] = frozenset()  # what ``_name_unread`` has warned of
     _checked: Sequence[tuple[object, ...]] = ()  # settings of each group that were found right
 
     def _rounds_activations(self) -> bool:
@@ -75,7 +92,7 @@ class FollowsGroups(WatchesWeights):
                 self._check_common(param_group)
                 super().add_param_group(param_group)
                 self._check(own[-1])
-                self._name_misspelt(param_group)
+                self._name_unread(param_group)
                 self._layout = layout_of(own)
                 if self._is_made:
                     new = own[-1]["params"]
@@ -216,16 +233,12 @@ class FollowsGroups(WatchesWeights):
                 "several processes with DistributedDataParallel"
             )
 
-    def _name_misspelt(self, group: Group) -> None:
-        """Warn once of what a group has that looks like a setting and is none."""
+    def _name_unread(self, group: Group) -> None:
+        """Warn once of what a group has that looks like a setting and that nothing reads."""
         settings = self.defaults.keys() - self.optimizer.defaults.keys()
-        found = misspelt(group, self.defaults, settings)
-        new = [
-            f"{name} (is {near} meant?)"
-            for name, near in found.items()
-            if name not in self._misspelt
-        ]
-        self._misspelt |= found.keys()
+        found = unread(group, self.defaults, settings, _OWNERS)
+        new = [f"{name} ({remark})" for name, remark in found.items() if name not in self._unread]
+        self._unread |= found.keys()
         if new:
             warn_user(
                 f"parameter groups must have settings of {type(self).__name__}, its "

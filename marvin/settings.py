@@ -18,13 +18,17 @@ __all__ = [
     "Group",
     "Settings",
     "check_settings",
-    "misspelt",
+    "meant",
+    "unread",
 ]
 
 # hyper-parameters by name, each of its own type: what torch gives for a parameter group
 Group = dict[str, Any]
 Settings = Mapping[str, Any]
 _Rule = tuple[str, Callable[[Settings], bool], str]
+
+_WORD_LENGTHS = "wl", "init_wl", "min_wl", "max_wl", "weights", "activations", "levels"
+_MEANT = {"bits": _WORD_LENGTHS, "wl": _WORD_LENGTHS, "fl": ("fl", "init_fl", "min_fl")}
 
 
 def _whole(name: str) -> _Rule:
@@ -151,27 +155,46 @@ def _refusal(settings: Settings, rule: _Rule) -> str:
     return message
 
 
-def misspelt(group: Group, known: Collection[str], settings: Collection[str]) -> dict[str, str]:
-    """Return what a parameter group has that nobody reads and that looks like a setting, with that setting.
+def meant(name: str, settings: Collection[str]) -> str:
+    """Return the settings that a name looks like, such as ``"min_wl or max_wl"``; ``""`` where there is none.
 
-    A group may have more than settings: ``initial_lr`` and ``max_momentum`` of schedulers, names. So a name counts
-    that is nearly one of ``settings``, or begins as one and ends as another.
+    It looks like one that it nearly is, or if it begins as one and ends as another.
+
+    Args:
+        name: What somebody wrote.
+        settings: Names of settings.
+    """
+    if found := [own for own in _MEANT.get(name, ()) if own in settings]:
+        return " or ".join(found)
+    words = name.split("_")
+    related = [own for own in sorted(settings) if own.split("_")[0] == words[0]]
+    if len(words) > 1 and any(own.endswith(f"_{words[-1]}") for own in settings) and related:
+        if (as_wl := name.removesuffix("bits") + "wl") in settings:
+            return as_wl
+        return get_close_matches(name, related, 1, 0.0)[0]
+    return "".join(get_close_matches(name, sorted(settings), 1, 0.85))
+
+
+def unread(
+    group: Group, known: Collection[str], settings: Collection[str], others: Settings
+) -> dict[str, str]:
+    """Return what a parameter group has that nobody reads and that looks like a setting, with a remark on each.
+
+    A group may have more than settings: ``initial_lr`` and ``max_momentum`` of schedulers, names.
 
     Args:
         group: A parameter group.
         known: What is read.
         settings: Names of settings.
+        others: Settings of other policies, and the names of these.
     """
-    words = [name.split("_") for name in settings]
-    firsts, lasts = {own[0] for own in words}, {own[-1] for own in words}
     found: dict[str, str] = {}
     for name in sorted(group.keys() - {"params", "param_names", *known}):
-        own = name.split("_")
-        if "lr" in own or "momentum" in own:
-            continue
-        is_mixed = len(own) > 1 and own[0] in firsts and own[-1] in lasts
-        if near := get_close_matches(name, sorted(settings), 1, 0.0 if is_mixed else 0.85):
-            found[name] = near[0]
+        near = meant(name, settings)
+        if name in others and not (name in _MEANT and near):
+            found[name] = f"of {others[name]}"
+        elif near and not {"lr", "momentum"}.intersection(name.split("_")):
+            found[name] = f"is {near} meant?"
     return found
 
 

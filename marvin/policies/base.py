@@ -1,6 +1,7 @@
 """What decides formats: a frozen record of hyper-parameters, and functions from records to records."""
 
 import dataclasses
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ from marvin.policies.records import (
 )
 from marvin.policies.trace import Switch
 from marvin.rounding import Format
-from marvin.settings import Group, Settings
+from marvin.settings import Group, Settings, meant
 
 __all__ = [
     "FixedPolicy",
@@ -82,7 +83,8 @@ class Policy(ABC):
 
     Raises:
         TypeError: A subclass has a method of policies that had a memory of their own; names what
-            it is now. Or a hyper-parameter that has to be named came without its name.
+            it is now. Or a hyper-parameter that has to be named came without its name, or there is
+            none of that name.
     """
 
     rules: ClassVar[Rules] = Rules()
@@ -94,7 +96,7 @@ class Policy(ABC):
             raise TypeError(f"a policy is pure functions from records to records: {now}")
 
     def __new__(cls, *arguments: object, **named: object) -> Self:
-        """Refuse hyper-parameters without a name where a policy has them by name alone."""
+        """Refuse hyper-parameters without a name where a policy has them by name alone, and names of none."""
         own = (
             [f for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else []
         )
@@ -106,6 +108,14 @@ class Policy(ABC):
             raise TypeError(
                 f"{cls.__name__} takes {first}hyper-parameters by name, got {got}: "
                 f"write {cls.__name__}({names[0]}=...); there are {', '.join(names)}"
+            )
+        takes = inspect.signature(cls.__init__).parameters
+        wrong = sorted(named.keys() - takes.keys())
+        if own and wrong and inspect.Parameter.VAR_KEYWORD not in {p.kind for p in takes.values()}:
+            names = [f.name for f in own]
+            hint = f" (is {near} meant?)" if (near := meant(wrong[0], names)) else ""
+            raise TypeError(
+                f"{cls.__name__} has no hyper-parameter {wrong[0]}{hint}; there are {', '.join(names)}"
             )
         return super().__new__(cls)
 

@@ -1,5 +1,7 @@
 """Parameter groups that somebody puts in the place of an optimizer's."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -331,6 +333,33 @@ def test_a_misspelt_setting_is_named_once(make, slips):
     assert all(f"{name} (is {near} meant?)" in message for name, near in slips.items())
     assert message.count("meant?") == len(slips)
     optimizer.add_param_group({"params": [third], **others, **dict.fromkeys(slips, 5)})
+
+
+@pytest.mark.parametrize(
+    ("policy", "name", "remark"),
+    [
+        (marvin.LossBudgetPolicy(), "bits", "is min_wl or max_wl meant?"),
+        (marvin.LossBudgetPolicy(), "max_bits", "is max_wl meant?"),
+        (marvin.LossBudgetPolicy(), "weights", "of StaticPolicy"),
+        (marvin.LossBudgetPolicy(), "lookback", "of MarvinPolicy"),
+        (marvin.LossBudgetPolicy(), "fl", "of FixedPolicy"),
+        (marvin.StaticPolicy(), "wl", "is weights or activations meant?"),
+        (marvin.StaticPolicy(), "lr_factor", "of MuppetPolicy"),
+        (marvin.MarvinPolicy(), "bits", "is init_wl or max_wl meant?"),
+        (marvin.MarvinPolicy(), "buffer_wl", "is buffer_bits meant?"),
+        (marvin.MarvinPolicy(), "fl", "is init_fl or min_fl meant?"),
+        (marvin.MarvinPolicy(), "min_wl", "of LossBudgetPolicy"),
+        (marvin.FixedPolicy(), "max_wl", "of LossBudgetPolicy and MarvinPolicy"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_a_setting_that_the_policy_has_not_is_named(policy, name, remark):
+    """Who changes the policy and leaves the groups lost their settings without a word."""
+    groups = [{"params": [nn.Parameter(torch.ones(2, 2))], name: 8}]
+    with pytest.warns(
+        UserWarning, match=rf"got {name} \({re.escape(remark)}\), which nothing reads"
+    ):
+        marvin.Quantized(MAKERS["Adam"](groups), policy)
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own

@@ -371,6 +371,35 @@ def test_a_policy_takes_hyper_parameters_by_name(policy, arguments, message):
         assert copied == policy()
 
 
+@pytest.mark.parametrize(
+    ("policy", "name", "hint"),
+    [
+        (marvin.LossBudgetPolicy, "bits", r" \(is min_wl or max_wl meant\?\)"),
+        (marvin.LossBudgetPolicy, "per_chanel", r" \(is per_channel meant\?\)"),
+        (marvin.StaticPolicy, "wl", r" \(is weights or activations meant\?\)"),
+        (marvin.FixedPolicy, "bits", r" \(is wl meant\?\)"),
+        (marvin.MuppetPolicy, "bits", r" \(is levels meant\?\)"),
+        (marvin.MarvinPolicy, "colour", ""),
+    ],
+)
+def test_hyper_parameters_that_a_policy_has_not_are_named(policy, name, hint):
+    message = rf"^{policy.__name__} has no hyper-parameter {name}{hint}; there are [a-z]"
+    with pytest.raises(TypeError, match=message):
+        policy(**{name: 8})
+
+
+def test_a_policy_may_have_a_constructor_of_its_own():
+    class Named(marvin.FixedPolicy):
+        def __init__(self, bits):
+            super().__init__(bits, 4)
+
+    class Free(marvin.FixedPolicy):
+        def __init__(self, **options):
+            super().__init__(options["bits"], 4)
+
+    assert [policy(bits=6).wl for policy in (Named, Free)] == [6, 6]
+
+
 def test_policies_that_are_short_take_their_words_in_order():
     assert marvin.StaticPolicy(4, 8).activations == 8
     assert marvin.FixedPolicy(8, 4, True).symmetric
