@@ -232,9 +232,12 @@ def _checked_forward(
     _check_codes("x", x, (torch.int8, torch.uint8), 4)
     _check_weight(weight, window)
     if x.shape[1] != weight.shape[1] * window.groups:
+        shape, groups = tuple(weight.shape), window.groups
+        what = f"weight of shape {shape}" + f" in {groups} groups" * (groups > 1)
+        if groups == 1 and shape[2:] == (1, 1):
+            what = f"linear layer, or 1 x 1 convolution, with a weight of shape {shape[:2]}"
         raise ValueError(
-            f"a weight of shape {tuple(weight.shape)} in {window.groups} groups needs "
-            f"{weight.shape[1] * window.groups} input channels, got {x.shape[1]}"
+            f"a {what} needs {weight.shape[1] * groups} input channels, got {x.shape[1]}"
         )
     size = _outputs(x.shape[2:], weight.shape[2:], window)
     _check_exponents(exponents, weight.shape[0], "output channel", x, weight)

@@ -48,7 +48,11 @@ _Run = TypeVar("_Run")
 
 
 class IntegerConv1d(nn.Conv1d):
-    """A convolution in one dimension; see ``marvin.integer.convert``."""
+    """A convolution in one dimension whose products are of integers where formats allow it.
+
+    ``marvin.integer.convert`` alone makes these layers, of ``torch.nn.Conv1d``, whose arguments and attributes they
+    keep; ``marvin.integer.revert`` makes that of them again.
+    """
 
     _integer_stock = nn.Conv1d
 
@@ -62,7 +66,11 @@ class IntegerConv1d(nn.Conv1d):
 
 
 class IntegerConv2d(nn.Conv2d):
-    """A convolution in two dimensions; see ``marvin.integer.convert``."""
+    """A convolution in two dimensions whose products are of integers where formats allow it.
+
+    ``marvin.integer.convert`` alone makes these layers, of ``torch.nn.Conv2d``, whose arguments and attributes they
+    keep; ``marvin.integer.revert`` makes that of them again.
+    """
 
     _integer_stock = nn.Conv2d
 
@@ -85,7 +93,11 @@ class _FromFloats:
 
 
 class IntegerLinear(_FromFloats, nn.Linear):
-    """A linear layer; see ``marvin.integer.convert``."""
+    """A linear layer whose products are of integers where formats allow it.
+
+    ``marvin.integer.convert`` alone makes these layers, of ``torch.nn.Linear``, whose arguments and attributes they
+    keep; ``marvin.integer.revert`` makes that of them again.
+    """
 
     _integer_stock = nn.Linear
 
@@ -228,6 +240,8 @@ def _chosen(module: nn.Module, x: Tensor, formats: ModuleFormats) -> Product | N
     product = choose(module, formats)
     if isinstance(x, fx.Proxy) and not isinstance(product, str):
         raise _untraceable()
+    if not isinstance(x, Tensor):
+        return None  # torch says what a layer takes
     dims = next((d for kind, d in _DIMS.items() if isinstance(module, kind)), max(x.dim(), 2))
     if isinstance(product, str) or x.dtype not in FLOATS or x.dim() != dims or is_transformed():
         return None

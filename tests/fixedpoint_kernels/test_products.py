@@ -596,6 +596,11 @@ GOOD = codes(2, 4, 5, 5), codes(3, 4, 3, 3), codes(2, 3, 3, 3)
     [
         (lambda x, w, g: products.convolve(x.float(), w), TypeError, "x must be codes of"),
         (lambda x, w, g: products.convolve(x, w[:, :3]), ValueError, "needs 3 input channels, got 4"),
+        (
+            lambda x, w, g: products.convolve(x, w[:, :3, :1, :1]),
+            ValueError,
+            r"^a linear layer, or 1 x 1 convolution, with a weight of shape \(3, 3\) needs 3 input",
+        ),
         (lambda x, w, g: products.convolve(x[0, 0], w), ValueError, "3 or 4 dimensions"),
         (lambda x, w, g: products.convolve(x, w, groups=3), ValueError, "needs 12 input channels"),
         (lambda x, w, g: products.convolve(x, w, stride=0), ValueError, "1 or more"),

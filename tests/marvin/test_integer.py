@@ -10,6 +10,7 @@ import sys
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import marvin
 from fixedpoint_kernels import FixedPoint, forward_save, products
 from fixedpoint_kernels._torch_private.modes import fake_tensor_mode
-from marvin.integer import IntegerConv2d, conversion, convert, report, revert
+from marvin.integer import IntegerConv2d, IntegerLinear, conversion, convert, report, revert
 from marvin.integer.autograd import Layer, Noise, multiply
 from marvin.integer.formats import Options, Product, has_nan, size_of
 from marvin.integer.strayed import Strayed
@@ -894,6 +895,11 @@ def test_what_does_not_fit_is_refused_or_left_to_torch():
     assert model[0](images(0, 0)).shape == (0, 8, 6, 6)
     with pytest.raises(ValueError, match="needs 3 input channels, got 2"):
         model[0](torch.ones(1, 2, 6, 6))
+    linear = next(own for own in model if isinstance(own, IntegerLinear))
+    for layer in (model[0], linear):
+        for wrong in (np.ones((8, 3, 6, 6), np.float32), [[1.0]], None):
+            with pytest.raises(TypeError, match=r"^(conv2d|linear)\(\)"):  # torch's own words
+                layer(wrong)
 
 
 def test_forward_save_and_integers_say_what_they_leave():
