@@ -54,12 +54,20 @@ def table(paths: Iterable[Path]) -> str:
     several. The word length is that of the layers at the end of the run, unweighted.
 
     Raises:
-        UserError: A folder is not that of a finished run.
+        UserError: A folder is not that of a finished run, or two runs of a row have one seed.
     """
     groups: dict[Config, list[Finished]] = {}
+    seen: dict[Config, Path] = {}
     for path in paths:
         config, result = read(path)
         same = replace(config, seed=0, run="", data_dir="", device="", checkpoint_steps=0)
+        own = replace(same, seed=config.seed)
+        if own in seen:
+            raise UserError(
+                f"runs of one row must have seeds of their own, got seed {config.seed} of {seen[own]} "
+                f"and of {path}: leave one out"
+            )
+        seen[own] = path
         groups.setdefault(same, []).append((config, result))
     return "\n".join([HEADER, *(row(runs) for runs in groups.values())])
 

@@ -25,6 +25,15 @@ def test_seeds_are_taken_together(tmp_path):
     assert rows[1] == "| resnet20 | digits | sgd | 100 | 0 | 90.00 | 32 |"
 
 
+def test_a_seed_counts_once(tmp_path):
+    runs = [finished(tmp_path / name, 0.9, 16.0, seed=0) for name in ("a", "b")]
+    for pair in (runs, runs[:1] * 2):
+        with pytest.raises(
+            UserError, match=r"seeds of their own, got seed 0 of \S+a and of \S+: le"
+        ):
+            table(pair)
+
+
 def test_an_unfinished_run_is_named(tmp_path):
     run = finished(tmp_path / "m", 0.9, 16.0)
     (run / "result.json").unlink()
