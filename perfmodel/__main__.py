@@ -50,7 +50,11 @@ def _run(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, draw nothing")
     parser.add_argument("--model", help="module:function of the run's model, to check it by")
     parser.add_argument("--input", type=_shape, help="shape of one sample, with --model")
-    given = parser.parse_args(arguments)
+    given, rest = parser.parse_known_args(arguments)
+    if rest:
+        is_slip = not rest[0].startswith("-") and not given.run.exists()
+        hint = f": {given.run} must be a run folder, model, batch or tables" if is_slip else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if (given.model is None) != (given.input is None):
         parser.error("--model and --input go together")
     run = read_run(given.run, _layers(given.model, given.input) if given.model else None)
@@ -80,9 +84,24 @@ def _model(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("model", help="module:function, or module:function(argument=value)")
     parser.add_argument("--input", type=_shape, required=True, help="one sample, such as 3,32,32")
-    parser.add_argument("--dtype", default="", help="of the input, such as int64 for tokens")
-    parser.add_argument("--memory", type=real(), default=16, metavar="GIB", help="of the device")
-    parser.add_argument("--copies", type=whole(0), default=4, help="of the parameters in training")
+    parser.add_argument(
+        "--dtype",
+        default="",
+        help="of the input, such as int64 for tokens (default: that of the parameters)",
+    )
+    parser.add_argument(
+        "--memory",
+        type=real(),
+        default=16,
+        metavar="GIB",
+        help="of the device (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--copies",
+        type=whole(0),
+        default=4,
+        help="of the parameters in training (default: %(default)s)",
+    )
     parser.add_argument("--by-layer", action="store_true", help="list what each layer keeps")
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)
@@ -106,13 +125,27 @@ def _batch(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("model", help="module:function, or module:function(argument=value)")
     parser.add_argument("--input", type=_shape, required=True, help="one sample, such as 3,32,32")
-    parser.add_argument("--dtype", default="float32", help="of the input, such as int64 for tokens")
-    parser.add_argument("--memory", type=real(), default=2, metavar="GIB", help="of the process")
     parser.add_argument(
-        "--ways", default=",".join(WAYS), help="with commas between: %(default)s, or file of a plan"
+        "--dtype",
+        default="float32",
+        help="of the input, such as int64 for tokens (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--memory",
+        type=real(),
+        default=2,
+        metavar="GIB",
+        help="of the process (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ways",
+        default=",".join(WAYS),
+        help="some of these, or files of plans, with commas between (default: %(default)s)",
     )
     parser.add_argument("--batch", type=whole(1), help="look for none: what does this one take?")
-    parser.add_argument("--threads", type=whole(1), default=1, help="torch's")
+    parser.add_argument(
+        "--threads", type=whole(1), default=1, help="torch's (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)
     ways = given.ways.split(",")

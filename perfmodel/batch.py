@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from perfmodel.text import binary, table
+from perfmodel.text import binary, of_tokens, table
 
 __all__ = ["MALLOC", "WAYS", "Found", "Trial", "check_ways", "largest", "lines", "run"]
 
@@ -95,7 +95,7 @@ def run(trial: Trial) -> Found:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        raise ValueError(f"{trial.way}, batch {trial.batch}: {last}")
+        raise ValueError(f"{trial.way}, batch {trial.batch}: {last}{of_tokens(last)}")
     found = Found(**json.loads(done.stdout.splitlines()[-1]))
     print(f"{found.way}: batch {found.batch}, {binary(found.peak_bytes)}", file=sys.stderr)
     return found

@@ -41,9 +41,10 @@ def check_layers(layers: Iterable[Layer]) -> list[Layer]:
         TypeError: These are none.
         ValueError: There are none.
     """
-    found: list[Layer] = [*layers]
+    rows: list[object] = [*layers] if isinstance(layers, Iterable) else [layers]
+    found = [row for row in rows if isinstance(row, Layer)]
     write = "write perfmodel.layers(model, (3, 32, 32)), with the shape of a sample"
-    strange = [row for row in found if not isinstance(row, Layer)]
+    strange = [row for row in rows if not isinstance(row, Layer)]
     if strange:
         raise TypeError(f"layers must be those of a model, got {strange[0]!r:.60}: {write}")
     if not found:

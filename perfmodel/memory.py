@@ -144,7 +144,15 @@ class Saved:
         return sum(k.size_bytes for k in self.kept if wanted & {s.module for s in k.savers})
 
     def with_option(self, option: Option) -> int:
-        """Return the bytes that would be kept with a forward-save option."""
+        """Return the bytes that would be kept with a forward-save option.
+
+        Raises:
+            TypeError: ``option`` is none.
+        """
+        if not callable(option):
+            raise TypeError(
+                f"an option must be one such as memory.few_bit(3) or memory.division(), got {option!r}"
+            )
         return sum(map(option, self.kept))
 
     def _table(self, key: Callable[[Saver], tuple[str, str]]) -> list[Row]:
@@ -249,7 +257,12 @@ def division(settings: Division = Division()) -> Option:  # noqa: B008  frozen
     nothing. A tensor that several layers keep is compressed once, but for batch norm of ``(batch,
     channels)``, whose planes are channels. Everything else stays, also what group norm keeps of that
     shape: how many groups there are, each with a range, is not known here.
+
+    Raises:
+        TypeError: ``settings`` are no ``Division``.
     """
+    if not isinstance(settings, Division):
+        raise TypeError(f"settings must be a Division, such as Division(block=8), got {settings!r}")
 
     def size(kept: SavedStorage) -> int:
         parts = [divided(kept, s, settings) for s in kept.savers]

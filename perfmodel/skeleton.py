@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from fixedpoint_kernels._torch_private.compiling import uncompiled
 from fixedpoint_kernels._torch_private.modules import HOOKS, fill_copy
 from fixedpoint_kernels.watch import OtherForward, Running, is_torchs, stock_class
+from perfmodel.text import of_tokens
 
 __all__ = ["check_model", "explain", "skeleton"]
 
@@ -110,5 +111,6 @@ def explain(running: Running, requirement: str, remedy: str = "") -> Iterator[No
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"the model must {requirement}, got {type(error).__name__} "
-            f"in {running.name or 'the model itself'}: {reason}{remedy and '; '}{remedy}"
+            f"in {running.name or 'the model itself'}: {reason}{of_tokens(reason)}"
+            f"{remedy and '; '}{remedy}"
         ) from error

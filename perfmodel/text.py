@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-__all__ = ["binary", "metric", "table"]
+__all__ = ["binary", "metric", "of_tokens", "table"]
 
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 METRIC = ("", "k", "M", "G", "T", "P")
@@ -17,6 +17,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def of_tokens(message: str) -> str:
+    """Return what to add to a message where an embedding refuses floats; ``""`` for other messages."""
+    is_refusal = "'indices'" in message and "Long" in message
+    return "; tokens are of torch.int64 (--dtype int64)" if is_refusal else ""
 
 
 def binary(size_bytes: float) -> str:

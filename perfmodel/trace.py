@@ -108,7 +108,7 @@ class Trace:
             SU as the weights, as the paper does.
 
     Raises:
-        TypeError: ``steps`` or ``init_wl`` is no whole number.
+        TypeError: ``steps`` or ``init_wl`` is no whole number, or ``switches`` are none.
         ValueError: One of them is out of range; a switch is not within the run, or its layer's
             steps are not in order.
     """
@@ -125,6 +125,15 @@ class Trace:
     def __post_init__(self) -> None:
         check_whole(0, steps=self.steps)
         check_whole(1, _FLOAT_BITS, init_wl=self.init_wl)
+        strange: list[object] = [self.switches]
+        if isinstance(self.switches, Sequence):
+            names = "step", "layer", "wl"
+            strange = [row for row in self.switches if not all(hasattr(row, n) for n in names)]
+        if strange:
+            raise TypeError(
+                f"switches must be those of an optimizer, got {strange[0]!r:.60}: write "
+                "Trace(optimizer.trace, steps)"
+            )
         last: dict[str, int] = {}
         for switch in self.switches:
             if not last.get(switch.layer, 0) < switch.step <= self.steps:

@@ -29,6 +29,7 @@ READ_WITH = {  # another flag, and with which values of it a flag is read
     **dict.fromkeys(("block", "division_bits", "division_method"), _DIVIDED),
     "gradient_bits": ("execution", ("int8",)),
 }
+_NOT_BITS = "; for word lengths write --policy-bits, --target-bits or --max-wl"
 
 
 def parse(defaults: Config, argv: Sequence[str] | None = None) -> Config:
@@ -76,7 +77,8 @@ def _check_read(config: Config, given: Mapping[str, object]) -> None:
         of, values = READ_WITH.get(name, ("", ()))
         if of and (value := getattr(config, of)) not in values:
             others = " or ".join(f"{flag(of)} {one}" for one in values)
-            raise ValueError(f"{flag(name)} must be with {others}, got {flag(of)} {value}")
+            hint = _NOT_BITS if name == "bits" else ""
+            raise ValueError(f"{flag(name)} must be with {others}, got {flag(of)} {value}{hint}")
     if config.method == "sgd":
         return
     if config.policy == "muppet" and given.get("quantize_gradients") is False:

@@ -242,8 +242,17 @@ def test_what_is_no_run_is_refused(two_layers, call, error, message):
 def test_layers_are_those_of_a_model(call):
     with pytest.raises(ValueError, match=r"got none: write perfmodel\.layers\(model, \(3, 32"):
         call([])
-    with pytest.raises(TypeError, match=r"got 'model': write perfmodel\.layers\(model, \(3, 32"):
-        call(["model"])
+    for wrong, got in ((["model"], "'model'"), (None, "None"), (5, "5")):
+        with pytest.raises(TypeError, match=rf"got {got}: write perfmodel\.layers\(model, \(3, 32"):
+            call(wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "got"), [(None, "None"), ([1], "1"), ("abc", "'a'"), (Change(5, "a", 9), "Change")]
+)
+def test_switches_are_those_of_an_optimizer(wrong, got):
+    with pytest.raises(TypeError, match=rf"got {got}.*: write Trace\(optimizer\.trace, steps\)"):
+        Trace(wrong, 100)
 
 
 @pytest.mark.parametrize("steps", [(0,), (5, 5), (5, 4), (101,)])

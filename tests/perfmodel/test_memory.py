@@ -12,6 +12,7 @@ from fixedpoint_kernels import FixedPoint, forward_save
 from perfmodel import memory
 from perfmodel.forward_save import Division, few_bit_bytes
 from perfmodel.memory import (
+    Saved,
     SavedStorage,
     Saver,
     division,
@@ -269,6 +270,12 @@ def test_largest_batch():
         (lambda: Division(bits=99), ValueError, "bits must be 0 to 8, got 99"),
         (lambda: Division(rows="a"), TypeError, "rows must be a number above 0"),
         (lambda: Division(rows=2), ValueError, "rows must be above 0, at most 1, got 2"),
+        (lambda: division(8), TypeError, r"a Division, such as Division\(block=8\), got 8"),
+        (
+            lambda: Saved((), "").with_option("few-bit"),
+            TypeError,
+            r"memory\.few_bit\(3\) or .*got 'f",
+        ),
     ],
 )
 def test_options_out_of_range(call, error, message):

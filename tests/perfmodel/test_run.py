@@ -261,6 +261,10 @@ def test_command_json(folder, capsys):
         (["model", "torch.nn:Linear(3)", "--input", "3"], r"name or name\(argument=value\), got"),
         (["model", "os:getcwd", "--input", "3"], "must make a torch module, got str"),
         (["model", "torch.nn:ReLU", "--input", "3", "--dtype", "no"], "one of torch's, got 'no'"),
+        (
+            ["model", "torch.nn:Embedding(num_embeddings=3,embedding_dim=2)", "--input", "3"],
+            r"tokens are of torch\.int64 \(--dtype int64\)",
+        ),
     ],
 )
 def test_what_the_user_can_put_right_is_one_line(arguments, message):
@@ -281,6 +285,10 @@ def test_what_the_user_can_put_right_is_one_line(arguments, message):
         (["model", "a:b", "--input", "3", "--memory", "-1"], "--memory: .* above 0, got '-1'"),
         (["model", "a:b", "--input", "3", "--copies", "-1"], "--copies: .* at least 0, got '-1'"),
         (["tables", "x"], "unrecognized arguments: x"),
+        (
+            ["modle", "a:b", "--input", "3"],
+            "unrecognized arguments: a:b: modle must be a run folder, model, batch or tables",
+        ),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments, message, capsys):
@@ -289,6 +297,20 @@ def test_wrong_arguments_are_one_line(arguments, message, capsys):
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1
     assert re.search(f"^python -m perfmodel.*: error: .*{message}", shown)
+
+
+@pytest.mark.parametrize(
+    ("command", "defaults"),
+    [
+        ("model", ["of the parameters", "16", "4"]),
+        ("batch", ["float32", "2", "exact,checkpointing,few-bit,few-bit+division", "1"]),
+    ],
+)
+def test_help_tells_defaults(command, defaults, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(f"(default: {own})" in shown.replace("that of", "of") for own in defaults)
 
 
 def test_command_model(capsys):

@@ -61,7 +61,7 @@ def test_every_kind_of_flag():
         (
             "--forward-save division --bits 4",
             "--bits must be with --forward-save few-bit or --forward-save few-bit+division, "
-            "got --forward-save division",
+            "got --forward-save division; for word lengths write --policy-bits, --target-bits or",
         ),
         ("--division-bits 4", "--division-bits must be with --forward-save division or"),
         (
