@@ -179,7 +179,7 @@ KINDS = {
 def run(network, tensors, sample):
     """Return the value of each output by its label, of one sample of floats."""
     first, *operations = network["operations"]
-    assert len(sample) == prod(first["shape"]), "the sample must be one list of numbers, not nested"
+    assert len(sample) == (n := prod(first["shape"])), f"a sample is one flat list of {n} numbers"
     values = {first["name"]: Value(sample, first["shape"], 0)}
     for op in operations:
         taken = [values[name] for name in op["inputs"]]

@@ -77,7 +77,8 @@ def freeze(model: nn.Module) -> nn.Module:
     if not found:
         raise ValueError(
             "a model to freeze must carry formats, got one without: first call "
-            "marvin.quantize_activations(model, optimizer), or marvin.prepare(model) and load a state"
+            "marvin.quantize_activations(model, optimizer), or marvin.prepare(model) and load a state; a float "
+            "model is frozen by marvin.calibrate(model, batches)"
         )
     for module, rounder in found:
         formats = rounder.formats(module)

@@ -188,6 +188,8 @@ class WithMasters(Optimizer):
         rates = ", ".join(f"{float(group['lr']):g}" for group in self.param_groups if "lr" in group)
         head = f"{name} with {type(self.policy).__name__}, {self._counts.step} steps, lr {rates}"
         formats, inputs, layers = self.formats(), self.input_formats(), self.layers()
+        if not layers:
+            return f"{head}\n0 layers: no parameter of two or more dimensions is trained"
         count = f"{len(layers)} layer" + "s" * (len(layers) != 1)
         mean = f"{count}, on average {self.mean_word_length():.1f} bits of weights"
         rows = [(n, str(formats.get(n, "float32")), str(inputs.get(n, "float32"))) for n in layers]

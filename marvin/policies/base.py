@@ -10,6 +10,7 @@ from numbers import Real
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fixedpoint_kernels import BlockFloat, FixedPoint, Minifloat
 from fixedpoint_kernels.compact import Sum
@@ -273,11 +274,16 @@ def check_policy(policy: object) -> None:
     """Refuse what is no policy.
 
     Raises:
-        TypeError: It is a class, or something else, or its ``rules`` are no ``Rules``.
+        TypeError: It is a class, an optimizer, or something else, or its ``rules`` are no ``Rules``.
     """
     if isinstance(policy, type):
         name = policy.__name__
         raise TypeError(f"policy must be an object, got the class {name}: write {name}()")
+    if isinstance(policy, Optimizer):
+        raise TypeError(
+            f"the optimizer must come first, got {type(policy).__name__} as the policy: write "
+            "Quantized(optimizer, policy)"
+        )
     if not isinstance(policy, Policy):
         raise TypeError(
             f"policy must be one such as marvin.LossBudgetPolicy(), got {type(policy).__name__}"

@@ -269,9 +269,12 @@ class LossBudgetPolicy(RangePolicy):
         met = _mean_bits(found) if name == "target_bits" else _ebops(found, settings)
         if abs(met / target - 1) <= _NEAR:
             return shared
+        ends = settings["ends_wl"]
+        at_ends = f", and of {ends} in the first and the last layer" if ends else ""
         warn_user(
             f"{name}={target:g} is not met: the nearest formats have {met:g}, with words of "
-            f"{settings['min_wl']} to {settings['max_wl']} bits; set another {name}, min_wl or max_wl"
+            f"{settings['min_wl']} to {settings['max_wl']} bits{at_ends}; set another {name}, "
+            f"{'ends_wl, ' if ends else ''}min_wl or max_wl"
         )
         return replace(shared, was_missed=True)
 

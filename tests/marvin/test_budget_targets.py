@@ -94,7 +94,9 @@ def test_a_target_that_ends_leave_no_room_for_is_named():
     options = {"target_bits": 4.0, "ends_wl": 8}
     model, optimizer = make(**options)
     with pytest.warns(
-        UserWarning, match=r"target_bits=4 is not met: the nearest formats have 4\.7"
+        UserWarning,
+        match=r"target_bits=4 is not met: the nearest formats have 4\.7\d*, with words of 4 to 8 bits, and of 8 "
+        "in the first and the last layer; set another target_bits, ends_wl, min_wl or max_wl",
     ):
         train(model, optimizer, 4)
 

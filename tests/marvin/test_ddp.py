@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from marvin import ranks
-from marvin.ranks import ALONE, rank
+from marvin.ranks import ALONE, Processes, rank
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "marvin" / "data" / "ddp.py"
@@ -109,6 +109,24 @@ def test_processes_that_begin_with_other_things_all_refuse(found, case, name, re
     for own in found:
         assert f"got other {name} in some: " in own[case]
         assert remedy in own[case]
+
+
+def test_masters_that_other_seeds_made_need_no_advice():
+    """DistributedDataParallel sends weights that the first process has rounded by its seed."""
+
+    class WithAnother(Processes):
+        def min(self, x):
+            return x - 1  # the other process has smaller numbers
+
+    told = [("seed", 0), ("masters", 1)]
+    remedies = ranks._REMEDIES
+    for begun in (told, told[1:]):
+        with pytest.raises(RuntimeError, match="got other ") as refused:
+            WithAnother().check_alike(begun, torch.device("cpu"))
+        assert f"{', '.join(name for name, _ in begun)} in some: {remedies[begun[0][0]]}" in str(
+            refused.value
+        )
+        assert str(refused.value).endswith(remedies[begun[0][0]])
 
 
 @pytest.mark.parametrize(

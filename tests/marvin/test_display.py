@@ -53,6 +53,13 @@ def test_one_layer_is_no_layers():
     assert "\n1 layer, on average 8.0 bits of weights" in repr(optimizer)
 
 
+def test_an_optimizer_without_layers_says_so():
+    layer = nn.Linear(3, 3).requires_grad_(False)
+    optimizer = marvin.MSGD(layer.named_parameters(), lr=0.125)
+    wanted = "\n0 layers: no parameter of two or more dimensions is trained"
+    assert repr(optimizer) == f"MSGD with MarvinPolicy, 0 steps, lr 0.125{wanted}"
+
+
 def test_an_optimizer_is_a_short_table():
     _, optimizer, _ = trained(steps=2)
     assert repr(optimizer).splitlines() == [

@@ -39,6 +39,10 @@ def test_a_loss_goes_by_its_name(loss):
         (marvin.FixedPolicy, r"got the class FixedPolicy: write FixedPolicy\(\)"),
         (None, r"must be one such as marvin.LossBudgetPolicy\(\), got NoneType"),
         ("marvin", r"must be one such as marvin.LossBudgetPolicy\(\), got str"),
+        (
+            torch.optim.Adam(nn.Linear(2, 2).parameters()),
+            r"the optimizer must come first, got Adam as the policy: write Quantized\(optimizer, policy",
+        ),
     ],
 )
 def test_a_policy_is_an_object(policy, message):
@@ -302,6 +306,12 @@ def test_a_frozen_model_is_not_frozen_again():
     marvin.quantize_activations(net, marvin.MSGD(net.named_parameters()))
     with pytest.raises(ValueError, match="got one that is frozen already"):
         marvin.freeze(marvin.freeze(net))
+
+
+def test_a_float_model_to_freeze_is_told_of_calibration():
+    message = r"first call marvin\.quantize_activations.*; a float model is .* marvin\.calibrate\(model, b"
+    with pytest.raises(ValueError, match=message):
+        marvin.freeze(model())
 
 
 def test_stored_codes_want_an_optimizer_with_formats():

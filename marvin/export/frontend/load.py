@@ -3,6 +3,7 @@
 import importlib
 import os
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -184,4 +185,7 @@ def _check_whole(path: str | Path, required: str = "torch.save") -> None:
 
 def _damaged(path: str | Path, error: Exception, required: str = "torch.save") -> ExportError:
     reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+    with suppress(OSError), Path(path).open("rb") as file:
+        if file.read(9)[8:] == b"{":  # a length, then JSON
+            reason = "one of safetensors: marvin.export.packed.load reads packed files"
     return ExportError(f"{path} must be a whole file of {required}, got {reason}")

@@ -132,9 +132,14 @@ def describe(  # noqa: PLR0913  each is a choice of the user's
                 raise ExportError(
                     "formats of activations must be found first, got a model of no step: train it"
                 )
+            other = (
+                "give formats from marvin.export.calibrate"
+                if weights
+                else "describe marvin.calibrate(model, batches)"
+            )
             raise ExportError(
-                "the model rounds no activations: put marvin.quantize_activations on it, or give "
-                "formats from marvin.export.calibrate"
+                "the model rounds no activations: call marvin.quantize_activations(model, optimizer) before it is "
+                f"trained, or {other}"
             )
     elif own:
         raise ExportError(

@@ -229,8 +229,10 @@ def test_masters_are_rounded_to_nearest():
 def test_nothing_is_observed_without_quantised_activations():
     model = nn.Sequential(nn.Conv2d(1, 1, 1))
     assert activation_formats(model) == {}
-    with pytest.raises(ExportError, match="the model rounds no activations"):
+    with pytest.raises(ExportError, match=r"no activations: .*, or describe marvin\.calibrate"):
         describe(model, torch.ones(1, 1, 2, 2), {})
+    with pytest.raises(ExportError, match=r"or give formats from marvin\.export\.calibrate"):
+        describe(model, torch.ones(1, 1, 2, 2), {"0.weight": FixedPoint(8, 4)})
 
 
 def test_a_model_of_no_step_has_no_formats_yet():

@@ -20,7 +20,7 @@ from torch import nn
 import marvin
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat
-from marvin.export import ExportError, describe, integer, packed, round_sums
+from marvin.export import ExportError, describe, integer, load_frozen, packed, round_sums
 from marvin.export.graph import bounds, functions, nodes, transformers
 from marvin.export.graph.nodes import Weighted
 from marvin.export.targets import packed_network, safetensors
@@ -473,8 +473,14 @@ def test_the_reader_says_what_it_takes(reader, tmp_path):
     x = torch.randn(4, 8)
     network = describe(marvin.calibrate(nn.Linear(8, 3), [x]), x)
     packed.save(network, tmp_path / "net")
-    with pytest.raises(AssertionError, match="one list of numbers, not nested"):
+    with pytest.raises(AssertionError, match="one flat list of 8 numbers"):
         reader.run(*reader.load(tmp_path / "net"), x[:1].tolist())
+    with pytest.raises(AssertionError, match="one flat list of 8 numbers"):
+        reader.run(*reader.load(tmp_path / "net"), x[:2].flatten().tolist())
+    with pytest.raises(
+        ExportError, match=r"safetensors: marvin\.export\.packed\.load reads packed"
+    ):
+        load_frozen(tmp_path / "net")
     for path in (READER, READER.with_name("read_packed_transformers.py")):
         done = subprocess.run(
             [sys.executable, "-S", str(path)], capture_output=True, text=True, check=False
