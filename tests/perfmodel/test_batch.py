@@ -147,6 +147,9 @@ def test_a_command_says_in_a_line_what_is_wrong(capsys):
                 "exact",
             ]
         )
+    model = "torch.nn:Embedding(num_embeddings=3,embedding_dim=2)"
+    with pytest.raises(SystemExit, match=r"tokens are of torch\.int64 \(--dtype int64\)"):
+        main(["batch", model, "--input", "3", "--ways", "exact", "--batch", "2"])
     with pytest.raises(SystemExit):
         main(["batch", "x:y"])
     assert "--input" in capsys.readouterr().err
