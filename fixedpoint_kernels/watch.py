@@ -133,13 +133,19 @@ class Watch(TorchFunctionMode):
         return storage_key(tensor) in self._own
 
     def __enter__(self) -> "Watch":
-        super().__enter__()
-        self._hooks.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))
+        try:
+            self._hooks.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))
+            super().__enter__()
+        except BaseException:  # an interrupt
+            self._hooks.close()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._hooks.close()
-        super().__exit__(*error)
+        try:
+            self._hooks.close()
+        finally:
+            super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._function = getattr(func, "__name__", "")

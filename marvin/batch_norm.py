@@ -51,7 +51,8 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[_Batch]) -> tuple[
     Raises:
         TypeError: ``batches`` is one tensor, or ``model`` no module.
         ValueError: There is no batch, no batch came through batch norm though the model has it, or a
-            batch has but one value for each channel, or statistics are not finite. They are then as before.
+            batch has but one value for each channel, or statistics are not finite. They are then
+            as before, as they are after an interrupt.
 
     Examples:
         >>> marvin.reestimate_batch_norm(model, itertools.islice(loader, 16))
@@ -81,20 +82,18 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[_Batch]) -> tuple[
             module.training = mode
         for hook in hooks:
             hook.remove()
-        for norm in norms.values():
-            norm.restore()
-    totals = {name: norm.means() for name, norm in norms.items()}
-    found = {name: means for name, means in totals.items() if means is not None}
-    if wrong := [name for name, means in found.items() if not means.isfinite().all()]:
-        raise ValueError(f"batch norm must see finite values, got others at {listed(wrong)}")
-    for name, means in found.items():
-        norms[name].keep(means)
-    if not found:
-        raise ValueError(
-            "at least one batch must come through a module of batch norm, got none; of a model that "
-            "torch.compile returned, give the one that it was made of"
-        )
-    return tuple(found)
+        totals = {name: norm.means() for name, norm in norms.items()}
+        found = {name: means for name, means in totals.items() if means is not None}
+        if wrong := [name for name, means in found.items() if not means.isfinite().all()]:
+            raise ValueError(f"batch norm must see finite values, got others at {listed(wrong)}")
+        if not found:
+            raise ValueError(
+                "at least one batch must come through a module of batch norm, got none; of a model "
+                "that torch.compile returned, give the one that it was made of"
+            )
+        for name, means in found.items():
+            norms[name].keep(means)
+        return tuple(found)
 
 
 class _Statistics:
@@ -105,10 +104,8 @@ class _Statistics:
         assert module.running_var is not None
         self.module = module
         self.running = module.running_mean, module.running_var
-        self.before = [own.clone() for own in self.running]
-        self.sums = torch.zeros(
-            2, len(self.before[0]), dtype=torch.float64, device=self.before[0].device
-        )
+        mean = module.running_mean
+        self.sums = torch.zeros(2, len(mean), dtype=torch.float64, device=mean.device)
         self.batches = 0
 
     def __call__(self, _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
@@ -126,18 +123,13 @@ class _Statistics:
         for own, value in zip(self.running, (mean, biased), strict=True):
             own.copy_(value)
 
-    def restore(self) -> None:
-        """Put back the statistics that the module had."""
-        for own, value in zip(self.running, self.before, strict=True):
-            own.copy_(value)
-
     def means(self) -> Tensor | None:
         """Return the means over all batches of all processes, of the running statistics' dtype; None of none."""
         count = self.sums.new_tensor([self.batches])
         total = sum_over_ranks(torch.cat([self.sums.flatten(), count]))
         if not (batches := float(total[-1])):
             return None
-        return (total[:-1].view_as(self.sums) / batches).to(self.before[0].dtype)
+        return (total[:-1].view_as(self.sums) / batches).to(self.running[0].dtype)
 
     def keep(self, means: Tensor) -> None:
         """Give the module new statistics."""

@@ -109,8 +109,8 @@ def convert(  # noqa: PLR0913  each is one choice of the user
     if memory_budget is not None:
         own = choices[""][1] if "" in choices else None
         applied[""] = model, compiling.compiled_in_place(own, memory_budget)
-    before = None if sample_input is None else sample.observe(model, sample_input)
-    with all_or_nothing(module for module, _ in applied.values()):
+    with all_or_nothing(model.modules()):
+        before = None if sample_input is None else sample.observe(model, sample_input)
         noise = apply(applied, seed)
         after = None if sample_input is None else sample.observe(model, sample_input)
         noise[1] = 0  # the sample used some
@@ -242,10 +242,9 @@ def apply(choices: Choices, seed: int) -> Tensor:
 @contextmanager
 def converted(choices: Choices) -> Iterator[None]:
     """Give modules their classes while this is entered."""
-    apply(choices, seed=0)
-    try:
+    with all_or_nothing(module for module, _ in choices.values()):
+        apply(choices, seed=0)
         yield
-    finally:
         for module, choice in choices.values():
             if choice.bases:
                 swap.restore_(module)

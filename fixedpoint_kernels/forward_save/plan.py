@@ -24,6 +24,7 @@ from fixedpoint_kernels.forward_save.choices import choose
 from fixedpoint_kernels.forward_save.ledger import EXACT, Group, Ledger, State, is_inside
 from fixedpoint_kernels.forward_save.planned import Plan, PlannedLayer
 from fixedpoint_kernels.forward_save.settings import Division, FewBit
+from fixedpoint_kernels.undo import all_or_nothing
 
 __all__ = ["CHOICES", "LEVELS", "plan"]
 
@@ -83,6 +84,8 @@ def plan(  # noqa: PLR0913  each is one choice of the user
 ) -> Plan:
     """Choose what each layer keeps for backward, so that a training step fits into a budget.
 
+    Where it is interrupted, the model stays as it was.
+
     The model runs on the sample: once as it is and once at each of five levels of bits, to count
     what autograd keeps; each layer and each block alone, as it is and changed, for its time; a
     step for each group of layers that keep a tensor in common, for the error that they bring into
@@ -139,25 +142,26 @@ def plan(  # noqa: PLR0913  each is one choice of the user
     conversion.refuse_converted(model)
     inputs = sample.given(sample_input, sample_args, sample_kwargs)
     wanted = _checked(choices, _device_of(model))
-    if COMPILE not in wanted:
-        question = _question(model, inputs, wanted, block, loss)
-        try:
-            return _found(question, _measured(question), budget_bytes, peak_bytes)
-        finally:
-            offload.clear()
-    if budget_bytes is None or peak_bytes is not None:
+    if COMPILE in wanted and (budget_bytes is None or peak_bytes is not None):
         raise ValueError(
             "the choice 'compile' needs budget_bytes alone: compiled code takes memory that "
             f"peak_bytes does not count, got peak_bytes={peak_bytes}"
         )
-    if compiling.is_compiled(model):
+    if COMPILE in wanted and compiling.is_compiled(model):
         raise ValueError("the choice 'compile' needs a model that is not compiled, got one that is")
-    return _or_compiled(_question(model, inputs, wanted, block, loss), budget_bytes)
+    question = _question(model, inputs, wanted, block, loss)
+    with all_or_nothing(model.modules(), tensors=model.buffers()):
+        try:
+            ledger = _measured(question)
+            if COMPILE in wanted and budget_bytes is not None:
+                return _or_compiled(question, ledger, budget_bytes)
+            return _found(question, ledger, budget_bytes, peak_bytes)
+        finally:
+            offload.clear()
 
 
-def _or_compiled(question: Question, budget: int) -> Plan:
+def _or_compiled(question: Question, ledger: Ledger, budget: int) -> Plan:
     """Return the best of a plan of the other choices, and of what ``torch.compile`` makes."""
-    ledger = _measured(question)
     exact = _proven(question, Plan(_rows(question, ledger, ledger.start), 0, 0, 0, budget), ledger)
     model, inputs, loss = question.model, question.inputs, question.loss
     try:

@@ -16,6 +16,7 @@ from fixedpoint_kernels._torch_private.tensors import (
     tree_unflatten,
     version_of,
 )
+from fixedpoint_kernels.undo import all_or_nothing
 from fixedpoint_kernels.watch import Caller, Running, Storage, Watch, is_torchs
 
 __all__ = [
@@ -304,12 +305,11 @@ def own_random_numbers(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
     """Take off all hooks but torch's own (such as weight normalisation), and put them back."""
-    before = [(m, name, getattr(m, name)) for m in model.modules() for name in HOOKS]
-    for module, name, hooks in before:
-        torchs = {key: hook for key, hook in hooks.items() if is_torchs(hook)}
-        setattr(module, name, type(hooks)(torchs))
-    try:
+    before = [(vars(m), name, vars(m)[name]) for m in model.modules() for name in HOOKS]
+    with all_or_nothing(model.modules()):
+        for own, name, hooks in before:
+            torchs = {key: hook for key, hook in hooks.items() if is_torchs(hook)}
+            own[name] = type(hooks)(torchs)
         yield
-    finally:
-        for module, name, hooks in before:
-            setattr(module, name, hooks)
+        for own, name, hooks in before:
+            own[name] = hooks

@@ -50,7 +50,9 @@ def options(given: argparse.Namespace, folder: Path) -> Options:
     if given.out is None and folder.is_symlink():
         raise ValueError(f"{folder} must be a folder, got a link: choose one with --out")
     for out in [given.out] if given.out is not None else [folder / target for target in targets]:
-        if out.exists() and not (out.is_dir() and (out / "export.json").is_file()):
+        if (out.is_symlink() or out.exists()) and not (
+            out.is_dir() and (out / "export.json").is_file()
+        ):
             raise ValueError(f"{out} must be an earlier export or not there: choose another --out")
         above = next(path for path in out.absolute().parents if path.exists())
         if not above.is_dir():

@@ -230,7 +230,7 @@ def prepack(model: nn.Module) -> None:
     A chain, or a layer alone, keeps its weights for each size of batches, number of threads and instructions: the last 64 of
     these while they take 64 MiB or less, else the last four. It has them without ``prepack``, too. They are in no
     state, file, pickle or copy: a copy is prepacked, and lays out weights of its own. Convolutions that
-    belong to no chain, and cut no patches, lay out theirs at each call.
+    belong to no chain, and cut no patches, lay out theirs at each call. Where it is interrupted, the model stays as it was.
 
     Args:
         model: What ``marvin.freeze`` made of a converted model, or a part of it. ``marvin.integer.convert`` of it
@@ -257,9 +257,10 @@ def prepack(model: nn.Module) -> None:
                 "a model to prepack must be frozen, for training writes weights at each step, got layer "
                 f"{name!r} that is not: call marvin.freeze(model) first"
             )
-    for layer in layers.values():
-        setattr(layer, PREPACKED, getattr(layer, PREPACKED, 0) + 1)
-        forget(layer)
+    with all_or_nothing(layers.values()):
+        for layer in layers.values():
+            setattr(layer, PREPACKED, getattr(layer, PREPACKED, 0) + 1)
+            forget(layer)
 
 
 def _unpack(module: nn.Module) -> None:

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import marvin
-from fixedpoint_kernels import forward_save
+from fixedpoint_kernels import forward_save, watch
 from fixedpoint_kernels._torch_private import modules as torch_modules
 from fixedpoint_kernels.forward_save import conversion as saving
-from fixedpoint_kernels.forward_save import swap
+from fixedpoint_kernels.forward_save import measure, sample, swap
 from marvin import (
     activations,
+    batch_norm,
     carriers,
     compact,
     groups,
@@ -99,6 +100,14 @@ def to_store(model, optimizer):
     return lambda: marvin.store_codes(model, optimizer)
 
 
+def to_prepack(model, optimizer):
+    marvin.integer.convert(model)
+    for p in model.parameters():
+        p.requires_grad_(False)
+    marvin.quantize_activations(model, optimizer).remove()
+    return lambda: marvin.integer.prepack(model)
+
+
 def to_save(model, optimizer):
     return lambda: forward_save.convert(model, few_bit=3, division=True)
 
@@ -148,6 +157,7 @@ REMOVING = activations, hooks, torch_modules
         (to_add, (carriers, groups, masters, quantized, rounder)),
         (to_convert, (conversion, fusion)),
         (to_revert, (conversion,)),
+        (to_prepack, (conversion,)),
         (to_store, (stored,)),
         (to_save, (saving, swap)),
         (to_save_no_more, (saving, swap)),
@@ -213,6 +223,37 @@ def test_an_interrupt_behind_any_hook_leaves_no_hook(call, monkeypatch):
     assert count > 1
 
 
+def test_interrupted_estimation_leaves_the_statistics_of_before():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm2d(1), nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4))
+    before, state = [attributes(m) for m in model.modules()], copy.deepcopy(model.state_dict())
+    line, files = 1, {batch_norm.__file__}
+    while interrupted(lambda: marvin.reestimate_batch_norm(model, [SAMPLE]), files, line):
+        assert [attributes(module) for module in model.modules()] == before, line
+        assert_same(model.state_dict(), state)
+        line += 1
+    assert line > 50
+    assert model[0].running_mean != state["0.running_mean"]
+
+
+def test_an_interrupt_leaves_no_watch():
+    line, running = 1, watch.Running(net())
+    while True:
+        seen = watch.Watch(running, [])
+
+        def watched(own=seen):
+            with own:
+                torch.zeros(2)
+
+        if not interrupted(watched, {torch.autograd.graph.__file__}, line):
+            break
+        before = dict(seen.calls)
+        torch.ones(2).exp()
+        assert seen.calls == before, line
+        line += 1
+    assert line > 2
+
+
 def test_a_sample_that_fails_leaves_the_model_as_it_was():
     class TooLarge(nn.Sequential):
         def forward(self, x):
@@ -225,6 +266,58 @@ def test_a_sample_that_fails_leaves_the_model_as_it_was():
     with pytest.raises(RuntimeError, match="no memory"):
         forward_save.convert(model, division=True, sample_input=torch.zeros(2, 1, 8, 8))
     assert [attributes(module) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: forward_save.convert(model, division=True, sample_input=SAMPLE),
+        lambda model: sample.observe(model, SAMPLE),
+    ],
+    ids=["convert", "observe"],
+)
+def test_an_interrupted_sample_leaves_the_hooks_of_the_model(call):
+    model = net()
+    marvin.quantize_activations(model, marvin.MSGD(model.named_parameters()))
+    before, line = [attributes(module) for module in model.modules()], 1
+    while interrupted(lambda: call(model), {sample.__file__}, line):
+        assert [attributes(module) for module in model.modules()] == before, line
+        line += 101
+    assert line > 300
+
+
+def test_an_interrupted_plan_leaves_the_model_as_it_was(monkeypatch):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), torch.randn(8, 4)
+    model.register_forward_hook(lambda *_: None)
+    monkeypatch.setattr(measure, "seconds", lambda run, _: bool(run()) + 1.0)
+    least = forward_save.plan(model, x, budget_bytes=10_000, choices="recompute").smallest_bytes
+    state = copy.deepcopy(model.state_dict())
+    before, left = [attributes(module) for module in model.modules()], 0
+
+    def interrupting(function):
+        def run(*args, **kwargs):
+            nonlocal left
+            found, left = function(*args, **kwargs), left - 1
+            if not left:
+                raise KeyboardInterrupt
+            return found
+
+        return run
+
+    places = (swap, "swap_"), (swap, "restore_"), (sample, "is_torchs"), (torch.autograd, "grad")
+    for module, name in places:
+        monkeypatch.setattr(module, name, interrupting(getattr(module, name)))
+    for count in itertools.count(1, 5):
+        left = count
+        try:
+            forward_save.plan(model, x, budget_bytes=least, choices="recompute")
+        except KeyboardInterrupt:
+            assert [attributes(module) for module in model.modules()] == before, count
+            assert_same(model.state_dict(), state)
+        else:
+            break
+    assert count > 20
 
 
 def mean_squares(optimizer):

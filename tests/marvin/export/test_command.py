@@ -624,6 +624,12 @@ def test_what_cannot_be_written_is_refused_before_the_model_is_read(words, messa
     assert message in refused("nowhere.pt", "--to", "onnx", "--shape", "3", *words)
 
 
+def test_a_link_that_leads_nowhere_is_refused_before_the_model_is_read(tmp_path):
+    (tmp_path / "link").symlink_to("gone")
+    words = "--to", "onnx", "--shape", "3", "--out", tmp_path / "link"
+    assert "link must be an earlier export or not there" in refused("nowhere.pt", *words)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
