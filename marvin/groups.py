@@ -1,13 +1,13 @@
 """Parameter groups that an optimizer and the one it wraps have in common, and parameters that come later."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields
 from operator import is_, itemgetter
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from marvin import state as states
@@ -83,8 +83,6 @@ class FollowsGroups(WatchesWeights):
         own, wrapped = self.param_groups, self.optimizer.param_groups
         counts = len(own), len(wrapped)
         things = [self, self.optimizer, self.forward_state]
-        owners: dict[int, Optimizer] = {}
-        kept: list[tuple[Tensor, Tensor]] = []
         try:
             with self._carriers.all_or_nothing(things):
                 if len(wrapped) == len(own):
@@ -97,14 +95,23 @@ class FollowsGroups(WatchesWeights):
                 if self._is_made:
                     new = own[-1]["params"]
                     waiting = [p for p in self._masters if not is_layer(p)]  # some for a layer
-                    kept = [(x, x.detach().clone()) for x in locals_of([*new, *waiting])]
-                    owners = self._owners()
-                    self._follow(new)
-                    self._claim()
-                    self._carriers.widen(self)
-                    self._begin(new)
+                    with self._taking([*new, *waiting]):
+                        self._follow(new)
+                        self._claim()
+                        self._carriers.widen(self)
+                        self._begin(new)
         except BaseException:
             del own[counts[0] :], wrapped[counts[1] :]
+            raise
+
+    @contextmanager
+    def _taking(self, params: Sequence[Tensor]) -> Iterator[None]:
+        """Give parameters their values and optimizers back where what is done in this block raises."""
+        kept = [(x, x.detach().clone()) for x in locals_of(params)]
+        owners = self._owners()
+        try:
+            yield
+        except BaseException:
             self._give_back(owners)
             with torch.no_grad():
                 for x, value in kept:

@@ -17,6 +17,7 @@ from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels._torch_private.optimizers import AskedByScaler, without_global_step_hooks
 from fixedpoint_kernels.compact import Sum
 from fixedpoint_kernels.philox import Key
+from fixedpoint_kernels.undo import all_or_nothing
 from marvin import state as states
 from marvin.activations import QuantizedActivations
 from marvin.carriers import Carriers
@@ -189,14 +190,17 @@ class Quantized(SavesState, AskedByScaler):
         self._counts, self._carriers = Counts(), Carriers()
         self._masters, self._marks, self._plans = {}, {}, Plans()
         self._is_made, self._turn = False, RLock()
-        super().__init__(optimizer.param_groups, {**optimizer.defaults, **options})
-        del self._is_made
-        self.forward_state.seed = self._seed  # a group may have one of its own
-        self._check_changed()
-        self._follow([*self._layout.names])
-        self._begin([*self._layout.names])  # a bias may come groups before its weight
-        self._own_step = guard_step(self, optimizer)
-        self._claim()  # nothing refuses any more
+        with all_or_nothing([optimizer], [*optimizer.param_groups, *optimizer.state.values()]):
+            super().__init__(optimizer.param_groups, {**optimizer.defaults, **options})
+            del self._is_made
+            self.forward_state.seed = self._seed  # a group may have one of its own
+            self._check_changed()
+            params = [*self._layout.names]
+            with self._taking(params):
+                self._follow(params)
+                self._begin(params)  # a bias may come groups before its weight
+                self._own_step = guard_step(self, optimizer)
+                self._claim()  # nothing refuses any more
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute; the policy stays: records and hyper-parameters in the groups are its own."""

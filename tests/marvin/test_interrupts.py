@@ -27,6 +27,7 @@ from marvin import (
     compact,
     groups,
     hooks,
+    inner_optimizer,
     masters,
     quantized,
     rounder,
@@ -221,6 +222,21 @@ def test_an_interrupt_behind_any_hook_leaves_no_hook(call, monkeypatch):
         assert [attributes(module) for module in model.modules()] == before, count
         assert_same(model.state_dict(), state)
     assert count > 1
+
+
+def test_an_optimizer_that_is_interrupted_as_it_is_made_leaves_weights_and_the_one_it_wraps():
+    model = net()
+    wrapped = torch.optim.Adagrad(model.named_parameters(), initial_accumulator_value=0.5)
+    state, inner = copy.deepcopy(model.state_dict()), copy.deepcopy(wrapped.state_dict())
+    before, line = attributes(wrapped), 1
+    files = {module.__file__ for module in (groups, inner_optimizer, masters, quantized)}
+    while interrupted(lambda: marvin.Quantized(wrapped, marvin.FixedPolicy(8, 4)), files, line):
+        assert attributes(wrapped) == before, line
+        assert_same(wrapped.state_dict(), inner)
+        assert_same(model.state_dict(), state)
+        line += 7
+    assert line > 200
+    assert not torch.equal(model[0].weight, state["0.weight"])
 
 
 def test_interrupted_estimation_leaves_the_statistics_of_before():
