@@ -733,3 +733,14 @@ def test_zeros_in_front_of_max_pooling_may_be_the_maximum(container, order):
     want, written = integer.run(network, x), exporter.to_model(network, container)
     for level in LEVELS:
         torch.testing.assert_close(run(written, x, level).double(), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("container", ["int8", "int16", "float64", "qdq"])
+def test_more_zeros_in_front_of_average_pooling_than_its_window_has(container):
+    torch.manual_seed(0)
+    x = torch.randn(8, 1, 6, 6)
+    layers = [nn.Conv2d(1, 2, 1), nn.ZeroPad2d(2), nn.AvgPool2d(2), nn.Conv2d(2, 2, 1)]
+    network = describe(marvin.calibrate(nn.Sequential(*layers), [x], bits=6, weight_bits=4), x)
+    want, written = integer.run(network, x), exporter.to_model(network, container)
+    for level in LEVELS:
+        torch.testing.assert_close(run(written, x, level).double(), want, rtol=0, atol=0)

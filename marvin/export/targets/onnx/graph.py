@@ -300,13 +300,14 @@ class FloatWriter:
     def padded(self, op: Pad, source: str, name: str, *zero: str) -> str:
         """Add zeros around what ``source`` holds; ``zero``: what stands for 0 there, if it is another.
 
-        ONNX Runtime 1.31 joins a ``Pad`` without axes and max pooling, whose padding is never the maximum.
+        ONNX Runtime 1.31 makes a ``Pad`` without axes padding of the pooling behind it: that of max pooling is
+        never the maximum, and that of average pooling must be smaller than the window.
         """
         constant = self.graph.constant
         sides = constant("sides", np.array([0, *op.before, 0, *op.behind], np.int64))
         given = [source, sides, *zero]
         users = self.network.users.get(op.name, [])
-        if not all(isinstance(user, Conv | AveragePool) for user in users):
+        if not all(isinstance(user, Conv) for user in users):
             axes = constant("axes", np.arange(1 + len(op.before), dtype=np.int64))
             given = [source, sides, *(zero or [""]), axes]
         return self.graph.node("Pad", given, name)
