@@ -31,11 +31,12 @@ from marvin.export.graph.nodes import (
 from marvin.export.graph.transformers import Constant, Embedding, MatMul, Norm, Softmax
 from marvin.export.graph.views import Concat, Pad, Reshape, Slice, Transpose
 
-__all__ = ["first_value", "shape_of", "value_of"]
+__all__ = ["FLOAT64_BITS", "first_value", "shape_of", "value_of"]
 
 _ALL = 64  # what divides 0
 _INT64_BITS = 61  # with one bit to spare: rounding doubles rests
-_FLOAT64_BITS = 1023  # of numbers, and of their lsb: the integer reference gives float64
+FLOAT64_BITS = 1023
+"""Most bits of codes, and farthest binary point from 0: the integer reference gives float64."""
 
 
 def value_of(op: Operation, inputs: Sequence[Value]) -> Value:
@@ -48,9 +49,9 @@ def value_of(op: Operation, inputs: Sequence[Value]) -> Value:
     shape = shape_of(op, *(v.shape for v in inputs))
     value = _VALUES[type(op)](op, shape, *inputs)
     bits = max(value.bits, value.magnitude.bit_length() + 1)
-    if max(bits, abs(value.fl)) > _FLOAT64_BITS:
+    if max(bits, abs(value.fl)) > FLOAT64_BITS:
         raise ExportError(
-            f"{op.name}: codes must take {_FLOAT64_BITS} bits at most, with an fl no farther from 0, got {bits} bits, "
+            f"{op.name}: codes must take {FLOAT64_BITS} bits at most, with an fl no farther from 0, got {bits} bits, "
             f"fl={value.fl}: round what it takes"
         )
     return value
@@ -214,6 +215,9 @@ def _clip(op: Clip, shape: tuple[int, ...], x: Value) -> Value:
 def _table(op: Table, shape: tuple[int, ...], x: Value) -> Value:
     if op.source_fl != x.fl or not op.low <= x.low <= x.high < op.low + len(op.codes):
         raise ExportError(f"{op.name} must have all codes from {x.low} to {x.high}, at fl={x.fl}")
+    least, most = int(op.codes.min()), int(op.codes.max())
+    if not op.fmt.min_code <= least <= most <= op.fmt.max_code:
+        raise ExportError(f"{op.name} must have codes of {op.fmt}, got {least} to {most}")
     reached = op.codes[x.low - op.low : x.high - op.low + 1]
     return _of_format(shape, op.fmt, int(reached.min()), int(reached.max()))
 

@@ -6,7 +6,7 @@ Every field of a record of ``graph.nodes``, ``views`` and ``functions`` is writt
 import dataclasses
 import math
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,10 +16,21 @@ from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat
 from marvin.export.errors import ExportError
 from marvin.export.graph import functions, nodes, transformers, views
-from marvin.export.graph.bounds import first_value, value_of
+from marvin.export.graph.bounds import FLOAT64_BITS, first_value, value_of
 from marvin.export.graph.functions import Mul
-from marvin.export.graph.nodes import Add, Affine, Input, Network, Operation, Round, Value
+from marvin.export.graph.nodes import (
+    Add,
+    Affine,
+    Input,
+    Linear,
+    Network,
+    Operation,
+    Round,
+    Value,
+    Weighted,
+)
 from marvin.export.graph.transformers import Constant, Embedding
+from marvin.export.graph.views import Concat, Slice
 
 __all__ = ["Tensors", "read_format", "read_network", "write_format", "write_network"]
 
@@ -141,7 +152,7 @@ def _own_fields(kind: type[Operation]) -> list[str]:
 
 def _short(op: Operation, name: str, codes: Tensor) -> tuple[Tensor, FixedPoint | ChannelFormat]:
     """Return codes and format of a field, codes of channels at the ``fl`` of their own."""
-    if name == "weight" and isinstance(op, nodes.Weighted) and op.per_channel is not None:
+    if name == "weight" and isinstance(op, Weighted) and op.per_channel is not None:
         return codes >> _zeros(op.per_channel, codes), op.per_channel
     fmt = getattr(op, f"{name}_fmt", None)
     low, high = (int(codes.min()), int(codes.max())) if codes.numel() else (0, 0)
@@ -266,11 +277,7 @@ def _value(op: Operation, source: Operation, values: Mapping[str, Value]) -> Val
     if unknown := [name for name in op.inputs if name not in values]:
         raise ExportError(f"{op.name} must take values of before, got {', '.join(unknown)!r:.80}")
     inputs = [values[name] for name in op.inputs]
-    # one for each side of an image or a sequence
-    for name in ("kernel", "stride", "padding", "dilation"):
-        numbers = getattr(op, name, None)
-        if numbers is not None and any(len(numbers) != len(x.shape) - 1 for x in inputs):
-            raise ExportError(f"{op.name}.{name} must have a number for each side, got {numbers}")
+    _check_dimensions(op, [len(x.shape) for x in inputs])
     value = _checked(op, lambda: value_of(op, inputs))
     if isinstance(op, Add) and inputs[0].shape != inputs[1].shape:
         raise ExportError(f"{op.name} must add values of one shape")
@@ -280,6 +287,23 @@ def _value(op: Operation, source: Operation, values: Mapping[str, Value]) -> Val
         count = inputs[0].channel_count
         raise ExportError(f"{op.name} must have {count} scales, got {len(op.scale)}")
     return value
+
+
+def _check_dimensions(op: Operation, inputs: Sequence[int]) -> None:
+    """Refuse what torch takes and no description has, where ``inputs`` have so many dimensions each."""
+    # one for each side of an image or a sequence
+    for name in ("kernel", "stride", "padding", "dilation"):
+        numbers = getattr(op, name, None)
+        if numbers is not None and any(len(numbers) != dims - 1 for dims in inputs):
+            raise ExportError(f"{op.name}.{name} must have a number for each side, got {numbers}")
+    for dims in inputs:
+        if isinstance(op, Concat | Slice) and op.axis >= dims:
+            raise ExportError(f"{op.name}.axis must be below {dims}, got {op.axis}")
+        if isinstance(op, Linear) and dims != 1:
+            raise ExportError(f"{op.name} must take values of one dimension, got {dims}")
+        if isinstance(op, Weighted) and op.weight.ndim != dims + 1:
+            got = tuple(op.weight.shape)
+            raise ExportError(f"{op.name}.weight must have {dims + 1} dimensions, got shape {got}")
 
 
 def _checked(op: Operation, found: Callable[[], Value]) -> Value:
@@ -296,9 +320,9 @@ def _check_value(name: str, value: Value, entry: Mapping[str, Json]) -> None:
     for what, want in (("shape", list(value.shape)), ("fl", value.fl)):
         if entry[what] != want or isinstance(entry[what], bool):
             raise ExportError(f"{name} must have {what} {want}, got {entry[what]!r:.80}")
-    bits = entry["bits"]
-    if type(bits) is not int or bits < max(value.bits, value.magnitude.bit_length() + 1):
-        raise ExportError(f"{name} must have {value.bits} bits or more, got {bits!r:.80}")
+    bits, least = entry["bits"], max(value.bits, value.magnitude.bit_length() + 1)
+    if type(bits) is not int or not least <= bits <= FLOAT64_BITS:
+        raise ExportError(f"{name} must have {least} to {FLOAT64_BITS:,} bits, got {bits!r:.80}")
 
 
 def _number(where: str, value: Json) -> int:

@@ -302,7 +302,7 @@ def of_network(change):
         (operation("Conv", inputs="4.in"), "must have names of inputs"),
         (operation("Conv", weight="7.scale"), "must be the name of a tensor with a format"),
         (operation("Conv", weight=None), "must be the name of a tensor with a format"),
-        (operation("Conv", weight="1.scale"), "must be an operation on its inputs"),
+        (operation("Conv", weight="1.scale"), "weight must have 4 dimensions, got shape"),
         (operation("Conv", stride=[0, 1]), "must be a whole number from 1, got 0"),
         (operation("Conv", stride=[1]), "stride must have a number for each side, got"),
         (operation("MaxPool", padding=[1]), "padding must have a number for each side, got"),
@@ -317,9 +317,10 @@ def of_network(change):
         (operation("Conv", shape=[6, 8, 9]), r"must have shape \[6, 8, 8\]"),
         (operation("Conv", fl=99), "must have fl 10, got 99"),
         (operation("Conv", fl=True), "must have fl 10, got True"),
-        (operation("Conv", bits=2), "bits or more, got 2"),
-        (operation("Conv", bits="9"), "bits or more, got '9'"),
-        (operation("Affine", scale="1.offset"), "must have shape|must have fl|bits or more"),
+        (operation("Conv", bits=2), "must have .* to 1,023 bits, got 2"),
+        (operation("Conv", bits="9"), "to 1,023 bits, got '9'"),
+        (operation("Conv", bits=1024), "to 1,023 bits, got 1024"),
+        (operation("Affine", scale="1.offset"), "must have shape|must have fl|1,023 bits"),
         (operation("Affine", scale="7.bias"), "must be an operation on its inputs"),
         (operation("Round", fmt=[8, 5, False]), "must have a format"),
         (operation("Round", fmt=8), "must have a format"),
@@ -361,7 +362,7 @@ def test_products_that_no_float_holds_are_refused(what, digits):
     last = entries[-1]
     name, fl, bits = last["name"], last["fl"], last["bits"]
     for i in range(12):
-        fl, bits, inputs = 2 * fl, 2 * bits, [name, name]
+        fl, bits, inputs = 2 * fl, min(2 * bits, 1023), [name, name]
         name = f"m{i}"
         more = {"kind": "Mul", "name": name, "inputs": inputs, "fl": fl, "bits": bits}
         entries.append(more | {"shape": last["shape"]})
@@ -403,6 +404,37 @@ def test_products_of_values_of_other_dimensions_are_refused(make):
     entries.insert(-1, flat | {"fl": gate["fl"], "bits": gate["bits"]})
     product["inputs"] = ["relu", "flat"]
     with pytest.raises(ExportError, match="mul must multiply values of as many dimensions"):
+        packed.from_bytes(written(fields, tensors))
+
+
+def _rows_for_a_linear_layer(entries, _):
+    """By the flattening in front of it, which becomes a table of one row."""
+    flat = next(op for op in entries.values() if op["kind"] == "Flatten")
+    flat["kind"] = "Reshape"
+    flat["shape"] = [1, *flat["shape"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda e, _: e["getitem"].update(axis=99), "getitem.axis must be below 3, got 99"),
+        (lambda e, _: e["cat"].update(axis=99), "cat.axis must be below 3, got 99"),
+        (_rows_for_a_linear_layer, "fc must take values of one dimension, got 2"),
+        (
+            lambda _, t: t["conv.weight"]["shape"].append(1),
+            r"conv.weight must have 4 dimensions, got shape \(8, 2, 3, 3, 1\)",
+        ),
+        (
+            lambda e, _: e["silu"].update(fmt=[4, 5, False, True]),
+            "silu must have codes of <4, 5>, got 0 to 125",
+        ),
+    ],
+)
+def test_what_torch_takes_and_no_description_has_is_refused(change, message, make):
+    fields, tensors = content(make(Shuffled, (2, 4, 4))[1])
+    entries = {op["name"]: op for op in fields["network"]["operations"]}
+    change(entries, fields["fixed_point"])
+    with pytest.raises(ExportError, match=message):
         packed.from_bytes(written(fields, tensors))
 
 
