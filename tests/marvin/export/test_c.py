@@ -603,10 +603,28 @@ def test_a_bound_may_lie_between_numbers_that_end_with_zeros(bound, tmp_path):
 
 
 @needs_gcc
+@pytest.mark.parametrize("factors", [2, 3])
+def test_what_is_0_throughout_needs_no_scale(factors, tmp_path):
+    """That of a far finer value beside it is longer than int32, or than int64."""
+    fine = Round("m1", ("in",), FixedPoint(8, 31))
+    products = [Mul(f"m{i}", (f"m{i - 1}", "m1")) for i in range(2, factors + 1)]
+    network = network_of(
+        (6,),
+        Clip("zeros", ("in",), 0, 0, 4),
+        fine,
+        *products,
+        Add("sum", (f"m{factors}", "zeros")),
+        Concat("both", ("sum", "zeros"), 0),
+        Clip("bounded", ("both",), -9, 9, 31 * factors),
+    )
+    assert_same(network, torch.randn(50, 6) * 2.0**-29, tmp_path)
+
+
+@needs_gcc
 @pytest.mark.parametrize("name", ["scale", "offset", "weight", "scale_2"])
 def test_tables_are_called_apart(name, tmp_path):
     """By whatever name an activation goes that is computed with the layer before it."""
-    squares = torch.arange(-128, 128) ** 2 // 128
+    squares = (torch.arange(-128, 128) ** 2 // 128).clamp(max=127)
     network = network_of(
         (2, 3, 3),
         conv("c", "in", codes(4, 2, 2, 2)),

@@ -113,9 +113,9 @@ def _moved(op: Operation | None, sources: Mapping[str, Stored]) -> Codes:
 
 def _scale(name: str, x: Stored, shift: int) -> tuple[str, str]:
     """Return what stands before and behind a code that gets ``shift`` zeros at its end."""
-    if not shift:
+    if not shift or x.low == x.high == 0:
         return "", ""
-    word = computing(name, max(-x.low, x.high, 1) << shift)
+    word = computing(name, max(-x.low, x.high) << shift)
     return f"({word})", f" * {literal(1 << shift)}"
 
 

@@ -45,9 +45,14 @@ class Term:
         """Return ``text`` for where a type is taken; its values are known to fit."""
         return f"({word}){self.text}" if bits_of(self.word) > bits_of(word) else self.text
 
-    def wide(self, word: str) -> str:
-        """Return ``text`` for where numbers of a longer type are computed."""
-        return f"({word}){self.text}" if self.word != word else self.text
+    def wide(self, word: str, scale: int = 1) -> str:
+        """Return ``text`` times a scale, for where numbers of a type are computed, which holds the product.
+
+        What is 0 throughout needs no scale, which might be longer than the type.
+        """
+        text = f"({word}){self.text}" if self.word != word else self.text
+        is_scaled = scale != 1 and any((*self.lows, *self.highs))
+        return f"{text} * {literal(scale)}" if is_scaled else text
 
     def times(self, scale: Sequence[int], fl: int, index: str = "") -> "Term":
         """Return the product with numbers of ``fl``."""
@@ -188,10 +193,10 @@ class Lines:
 
     def _quotient(self, term: Term, shift: int, odd: int, where: str) -> tuple[str, str]:
         """Return type and text of a term times ``2**-shift`` over an odd number, rounded."""
-        largest = max(-min(term.lows), max(term.highs), 1)
+        largest = max(-min(term.lows), max(term.highs))
         if shift <= 0 and odd == 1:
             word = computing(where, largest << -shift)
-            return word, term.wide(word) + (f" * {literal(1 << -shift)}" if shift else "")
+            return word, term.wide(word, 1 << -shift)
         left, divisor = 1 << max(0, -shift), odd << max(0, shift)
         if 2 * largest * left <= divisor:  # at most one half, which goes to 0
             return "int32_t", f"0 * {term.narrow('int32_t')}"
@@ -201,7 +206,7 @@ class Lines:
             return word, f"{helper}({term.narrow(word)}, {shift})"
         word = computing(where, max(2 * largest * left, 2 * divisor))
         helper = self.helpers.call("divide", word)
-        product = term.narrow(word) if left == 1 else f"{term.wide(word)} * {literal(left)}"
+        product = term.narrow(word) if left == 1 else term.wide(word, left)
         return word, f"{helper}({product}, {literal(divisor)})"
 
 

@@ -104,8 +104,7 @@ def _store(writer: Writer, op: Operation) -> None:
         if term.fl != fl:
             low, high = (end << fl - term.fl for end in (min(term.lows), max(term.highs)))
             word = computing(op.name, max(-low, high))
-            text = f"{term.wide(word)} * {literal(1 << fl - term.fl)}"
-            term = writer.lines.new(word, text, fl, low, high)
+            term = writer.lines.new(word, term.wide(word, 1 << fl - term.fl), fl, low, high)
     writer.terms[op.name] = term
     low, high = min(term.lows), max(term.highs)
     word = storing(low, high)
@@ -135,7 +134,7 @@ def _clip(writer: Writer, op: Clip, x: Term) -> Term:
     if op.low % (1 << -shift) or op.high % (1 << -shift):  # what is beyond becomes a number between
         low, high = min(x.lows) << -shift, max(x.highs) << -shift
         word = computing(op.name, max(-low, high))
-        text = f"{x.wide(word)} * {literal(1 << -shift)}"
+        text = x.wide(word, 1 << -shift)
         x, shift = writer.lines.new(word, text, op.source_fl, low, high), 0
     return writer.lines.clipped(x, op.low >> -shift, op.high >> -shift)
 
@@ -185,15 +184,13 @@ def _add(writer: Writer, op: Add, x: Term, y: Term) -> Term:
     lines = writer.lines
     x, y = lines.settle(x, op.name), lines.settle(y, op.name)
     fl = max(x.fl, y.fl)
-    both = [(t, min(t.lows), max(t.highs)) for t in (x, y)]
-    # what is 0 throughout needs no scale, which might be longer than C's integers
-    both = [(t, 1 << fl - t.fl if low or high else 1, low, high) for t, low, high in both]
+    both = [(t, 1 << fl - t.fl, min(t.lows), max(t.highs)) for t in (x, y)]
     low = sum(scale * low for _, scale, low, _ in both)
     high = sum(scale * high for _, scale, _, high in both)
     largest = sum(scale * max(-low, high) for _, scale, low, high in both)
     word = computing(op.name, largest)
-    texts = [t.wide(word) + ("" if s == 1 else f" * {literal(s)}") for t, s, *_ in both]
-    return lines.new(word, " + ".join(texts), fl, low, high)
+    text = " + ".join(t.wide(word, scale) for t, scale, *_ in both)
+    return lines.new(word, text, fl, low, high)
 
 
 def _mul(writer: Writer, op: Mul, x: Term, y: Term) -> Term:
