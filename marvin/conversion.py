@@ -117,7 +117,8 @@ def prepare(
 
     Every module that could round gets a buffer for its formats, at first float32. Loading a state
     fills them, and the model computes the same bits as the one that was saved, without an
-    optimizer. A state without formats loads too: then the model computes in float32.
+    optimizer. A state without formats loads too: then formats stay as they were, float32 in a model
+    that was just prepared.
 
     Args:
         model: Changed by hooks and buffers; ``remove()`` undoes it.

@@ -43,10 +43,14 @@ def freeze(model: nn.Module) -> nn.Module:
     """Return a copy of a model for inference, in eval mode, tied to no optimizer.
 
     Its modules, weights and state are those of ``model``, but for what ``forward_save`` made of
-    them, which goes: nothing is kept for backward. Where they round activations, they do so in
-    torch's own operators, or, where nobody traces or differentiates, in one pass with the same bits. The outputs equal those of ``model`` in eval mode bit for bit. It
-    works under ``torch.inference_mode``, ``torch.export``, ``torch.jit.trace``, ``torch.compile``
-    and ``torch.save``. Its gradients are those of rounding, 0: take them of ``model`` itself, in eval mode. The state of any model of this kind can be loaded into it.
+    them, which goes: nothing is kept for backward. The outputs equal those of ``model`` in eval mode
+    bit for bit; ``docs/models.md`` has one exception, from some 12 bits on.
+
+    The copy rounds activations in torch's own operators, or, where nobody traces or differentiates,
+    in one pass with the same bits. It works under ``torch.inference_mode``, ``torch.export``,
+    ``torch.jit.trace``, ``torch.compile`` and ``torch.save``. Its gradients are those of rounding, 0:
+    take them of ``model`` itself, in eval mode. The state of any model of this kind can be loaded
+    into it.
 
     Args:
         model: With ``marvin.quantize_activations`` or ``marvin.prepare`` on it; stays as it is.

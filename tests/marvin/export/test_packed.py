@@ -1,4 +1,5 @@
 import copy
+import hashlib
 import json
 import random
 import struct
@@ -85,6 +86,23 @@ def test_the_library_reads_the_file(tmp_path):
     tensors, metadata = safetensors.read(theirs.save(values, {"a": "b"}))
     assert_same(tensors, values)
     assert metadata == {"a": "b"}
+
+
+def test_the_checksum_is_that_of_the_page():
+    """By docs/packed.md alone: with json and hashlib, of a file of codes and of floats."""
+    state = {"é": torch.ones(3, 5), "b": torch.ones(2), "n": torch.tensor(7)}
+    content = packed.to_bytes(packed.pack_state(state, {"é": FixedPoint(5, 3)}))
+    (length,) = struct.unpack_from("<Q", content)
+    header = json.loads(content[8 : 8 + length])
+    table = json.loads(header.pop("__metadata__")["marvin"])
+    names = {"U8": "torch.uint8", "F32": "torch.float32", "I64": "torch.int64"}
+    stated, digest = table.pop("sha256"), hashlib.sha256()
+    digest.update(json.dumps(table, sort_keys=True).encode())
+    for name, entry in header.items():
+        begin, end = (8 + length + offset for offset in entry["data_offsets"])
+        digest.update(json.dumps([name, names[entry["dtype"]], entry["shape"]]).encode())
+        digest.update(content[begin:end])
+    assert digest.hexdigest() == stated
 
 
 @pytest.mark.parametrize("name", ["a", "ab", "abcdefg", "abcdefgh"])
