@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOTS = "fixedpoint_kernels", "marvin", "marvin.export", "marvin.policies", "perfmodel"
+ROOTS += "perfmodel.forward_save", "perfmodel.trace"
 ENTRY = re.compile(r"^::: ([\w.]+)$|^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
