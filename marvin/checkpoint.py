@@ -55,6 +55,7 @@ def save_sharded(
             something that is no tensor (``get_extra_state``); or model and optimizer are none, or the
             optimizer is one that a ``Quantized`` wraps.
         ValueError: The optimizer has no parameter of the model.
+        OSError: The folder cannot be made or takes no files, of one process or another; all raise it.
     """
     from torch.distributed import checkpoint as dcp  # slow to import, and not on every system
 
@@ -72,11 +73,19 @@ def save_sharded(
         (Path(folder) / METADATA).unlink(missing_ok=True)
     if is_distributed():
         dist.barrier()
-    with _alone_is_fine(), _with_checksums():
-        dcp.save(
-            {"model": own, "tensors": tensors, "plain": plain},
-            checkpoint_id=str(folder),
-        )
+    try:
+        with _alone_is_fine(), _with_checksums():
+            dcp.save(
+                {"model": own, "tensors": tensors, "plain": plain},
+                checkpoint_id=str(folder),
+            )
+    except dcp.api.CheckpointException as error:  # which is no Exception
+        for failure, _ in error.failures.values():
+            if not isinstance(failure, Exception):
+                raise failure from None  # an interrupt
+        raise OSError(
+            f"{folder} must be a folder that takes files, got {_said(error)}: save to another"
+        ) from None  # torch's has the tracebacks of all processes
     if rank() == 0:
         add_checksum(Path(folder))
 

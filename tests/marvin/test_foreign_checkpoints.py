@@ -1,6 +1,7 @@
 """Sharded checkpoints that are damaged or foreign: one error that names the folder, no code run."""
 
 import copy
+import errno
 import io
 import os
 import pathlib
@@ -313,6 +314,29 @@ def test_a_checkpoint_that_was_half_overwritten_is_none(saved, monkeypatch):
         marvin.load_sharded(saved, *made())
     marvin.save_sharded(saved, *made(), {"epoch": 4})
     assert marvin.load_sharded(saved, *made()) == {"epoch": 4}
+
+
+@pytest.mark.parametrize("place", ["prepare_local_plan", "write_data", "finish"])
+def test_a_disk_that_takes_no_checkpoint_is_named_in_a_line(place, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(torch.distributed.checkpoint.FileSystemWriter, place, refuse)
+    with pytest.raises(
+        OSError, match=r"new must be a folder that takes files, got OSError: .*Read-only"
+    ) as error:
+        marvin.save_sharded(tmp_path / "new", *made())
+    assert "\n" not in str(error.value)
+    assert error.value.__suppress_context__
+
+
+def test_an_interrupt_of_save_sharded_is_none_of_the_disk(tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.distributed.checkpoint.FileSystemWriter, "write_data", stop)
+    with pytest.raises(KeyboardInterrupt):
+        marvin.save_sharded(tmp_path / "new", *made())
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
