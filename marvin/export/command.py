@@ -17,7 +17,7 @@ from torch import Tensor
 
 from marvin.export.arguments import flags_of_others
 from marvin.export.deployed import Deployed, Options
-from marvin.export.errors import ExportError
+from marvin.export.errors import NO_MEMORY, ExportError
 from marvin.export.execute import integer
 from marvin.export.report import Trained, layer_rows, proof_lines, size_line, table
 from marvin.export.targets.hls4ml import Hardware
@@ -71,8 +71,9 @@ def one_line(prog: str) -> Iterator[None]:
         got = ascii(error.object[error.start : error.end])
         required = f"names must be ones that this system's encoding ({error.encoding}) can write"
         sys.exit(f"{prog}: error: {required}, got {got}: use ASCII letters, or set LC_ALL=C.UTF-8")
-    except (ValueError, OSError) as error:
-        message = " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
+    except (ValueError, OSError, *NO_MEMORY) as error:
+        text = str(error) or type(error).__name__
+        message = " ".join("".join(c if c.isprintable() else " " for c in text).split())
         sys.exit(f"{prog}: error: {message}")
 
 

@@ -3,12 +3,17 @@
 import importlib
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat
 
-__all__ = ["ExportError", "check_length", "check_tensor", "fixed_point", "require"]
+__all__ = ["NO_MEMORY", "ExportError", "check_length", "check_tensor", "fixed_point", "require"]
+
+
+NO_MEMORY = MemoryError, torch.OutOfMemoryError
+"""What a model raises where memory ends: nothing is wrong with the model or its samples."""
 
 
 class ExportError(ValueError):

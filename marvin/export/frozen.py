@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from marvin.export import command
 from marvin.export.deployed import Deployed, Options, deploy
-from marvin.export.errors import ExportError
+from marvin.export.errors import NO_MEMORY, ExportError
 from marvin.export.frontend.load import load_frozen, load_tensor
 from marvin.export.graph.formats import (
     activation_formats,
@@ -94,6 +94,8 @@ def _outputs(model: nn.Module, sample: Tensor) -> object:
         raise ExportError(str(error)) from error
     try:
         return model(sample)
+    except NO_MEMORY:
+        raise
     except Exception as error:  # whatever the model's own code raises
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
         shape = tuple(sample.shape[1:])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from marvin.export.errors import ExportError
+from marvin.export.errors import NO_MEMORY, ExportError
 from marvin.export.execute.verify import evaluating
 
 __all__ = ["Observed", "has_tensors", "observe"]
@@ -59,6 +59,8 @@ def observe(model: nn.Module, graph: fx.Graph, samples: Tensor) -> Observed:
     with evaluating(model):
         try:
             watcher.run(samples.clone())
+        except NO_MEMORY:
+            raise
         except Exception as error:  # whatever the model's own code raises
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
             got, instead = f"shape {tuple(samples.shape)}", ""

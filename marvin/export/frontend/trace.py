@@ -18,7 +18,7 @@ from fixedpoint_kernels import FixedPoint, forward_save
 from fixedpoint_kernels.forward_save.swap import is_converted
 from marvin.channels import ChannelFormat
 from marvin.compiled import check_uncompiled
-from marvin.export.errors import ExportError, check_length, check_tensor
+from marvin.export.errors import NO_MEMORY, ExportError, check_length, check_tensor
 from marvin.export.execute.verify import evaluating
 from marvin.export.frontend.activations import ACTIVATIONS, exact
 from marvin.export.frontend.builder import Builder
@@ -416,6 +416,8 @@ def _traced(
                 if node.target is operator.getitem and not node.users:
                     graph.erase_node(node)  # of parts that nobody takes
             return graph, tracer
+        except NO_MEMORY:
+            raise
         except Exception as error:  # whatever the model's own code raises on a tracer's proxies
             first_line = str(error).partition("\n")[0]
             hint = of_error(first_line)

@@ -299,6 +299,21 @@ def tied(layer):
     return lambda: nn.Sequential(nn.Conv2d(1, 2, 1), layer)
 
 
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_where_memory_ends_the_samples_are_not_blamed(error, monkeypatch):
+    model, x = (
+        marvin.freeze(marvin.calibrate(nn.Linear(3, 2), [torch.rand(4, 3)])),
+        torch.rand(4, 3),
+    )
+
+    def end(*_):
+        raise error
+
+    monkeypatch.setattr(torch.nn.functional, "linear", end)
+    with pytest.raises(error):
+        marvin.export.describe(model, x)
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
