@@ -313,8 +313,7 @@ def _check_trace(trace: Trace) -> None:
     if not isinstance(trace, Trace):
         raise TypeError(
             f"the trace must be a perfmodel.trace.Trace, got {type(trace).__name__}: write "
-            "Trace(optimizer.trace, steps) for MARViN's policy, and for others "
-            "Trace(optimizer.trace, steps, init_wl=32, searches=False), with init_wl=wl for FixedPolicy(wl, fl)"
+            "Trace.of(optimizer, steps)"
         )
 
 

@@ -4,9 +4,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from perfmodel.checks import check_whole
+
+if TYPE_CHECKING:  # this loads no torch
+    from marvin.quantized import Quantized
 
 __all__ = ["MUPPET_ALEXNET", "MUPPET_RESNET20", "Schedule", "Segment", "SwitchLike", "Trace"]
 
@@ -85,7 +88,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Trace:
-    """The word length of each layer in each step of a run.
+    """The word length of each layer in each step of a run; ``Trace.of`` takes that of an optimizer.
 
     A switch at the end of step t changes the weights that step t + 1 computes with, so steps 1 to
     t count with the old word length. Until its first switch a layer has ``init_wl`` bits.
@@ -142,6 +145,44 @@ class Trace:
                     f"got step {switch.step} after {last.get(switch.layer, 0)}"
                 )
             last[switch.layer] = switch.step
+
+    @classmethod
+    def of(cls, optimizer: "Quantized", steps: int, *, rounds_inputs: bool = True) -> "Trace":
+        """Return the trace of an optimizer, with the word length, the bounds and the search that its settings say.
+
+        Args:
+            optimizer: ``marvin.MSGD``, or ``marvin.Quantized`` with any policy.
+            steps: Optimiser steps of the run.
+            rounds_inputs: Whether layers round their inputs, by ``marvin.quantize_activations``.
+
+        Raises:
+            TypeError: ``optimizer`` is no such optimizer, or ``steps`` is no whole number.
+            ValueError: Parameter groups begin with other word lengths or bounds than the first, or
+                ``steps`` are fewer than the optimizer's.
+        """
+        if not hasattr(optimizer, "policy"):
+            raise TypeError(
+                f"optimizer must be marvin.MSGD or marvin.Quantized, got {type(optimizer).__name__}"
+            )
+        policy, shared = optimizer.policy, optimizer.policy.init_shared()
+        first, *others = (
+            cls(
+                (),
+                0,
+                _FLOAT_BITS if (fmt := policy.init(group, shared).fmt) is None else fmt.wl,
+                tuple(group.get("lookback", cls.lookback)),
+                tuple(group.get("resolution", cls.resolution)),
+                searches="lookback" in group,
+                rounds_inputs=rounds_inputs,
+            )
+            for group in optimizer.param_groups
+        )
+        if any(other != first for other in others):
+            raise ValueError(
+                "parameter groups must begin with one word length, lookback and resolution, got others: "
+                "write Trace(optimizer.trace, steps, ...) with those that count"
+            )
+        return replace(first, switches=(*optimizer.trace,), steps=steps)
 
     @cached_property
     def by_layer(self) -> dict[str, list[SwitchLike]]:

@@ -83,6 +83,35 @@ def network():
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 3))
 
 
+@pytest.mark.parametrize(
+    ("policy", "settings"),
+    [
+        (
+            marvin.MarvinPolicy(init_wl=16, init_fl=8, lookback=(5, 20), resolution=(60, 70)),
+            {"init_wl": 16, "lookback": (5, 20), "resolution": (60, 70)},
+        ),
+        (marvin.FixedPolicy(6, 4), {"init_wl": 6, "searches": False}),
+        (marvin.MuppetPolicy(), {"init_wl": 8, "searches": False}),
+        (marvin.LossBudgetPolicy(), {"init_wl": 32, "searches": False}),
+    ],
+    ids=lambda own: type(own).__name__,
+)
+def test_the_trace_of_an_optimizer_has_its_settings(policy, settings):
+    _, _, optimizer = trained(network(), policy, 16)
+    trace = Trace.of(optimizer, 12)
+    assert trace == Trace((*optimizer.trace,), 12, **settings)
+    assert Trace.of(optimizer, 12, rounds_inputs=False) == replace(trace, rounds_inputs=False)
+
+
+def test_traces_of_other_optimizers_are_refused():
+    first, second = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(TypeError, match=r"must be marvin\.MSGD or .*, got SGD"):
+        Trace.of(torch.optim.SGD([first], lr=0.1), 12)
+    groups = [{"params": [first]}, {"params": [second], "lookback": (5, 20)}]
+    with pytest.raises(ValueError, match="groups must begin with one word length, lookback"):
+        Trace.of(marvin.MSGD(groups), 12)
+
+
 @pytest.mark.parametrize("rounds_inputs", [True, False])
 def test_inputs_that_marvin_leaves_in_float32_count_as_such(rounds_inputs):
     policy = marvin.MarvinPolicy(lookback=(3, 10))
