@@ -54,7 +54,7 @@ class LossBudgetPolicy(RangePolicy):
         max_noise: Power of the noise in a weight, and in a layer's inputs, at most, over the
             tensor's own.
         window: Steps between switches.
-        sat_tol: Share of a layer's inputs that may saturate.
+        sat_tol: Share of a layer's inputs that may saturate, of those that are not 0.
         min_wl: Shortest word length, 2 to ``max_wl`` bits.
         max_wl: Longest word length, 2 to 16 bits.
         ends_wl: Word length of the first and the last layer, in parameter order, 2 to 16 bits; None: as
@@ -287,7 +287,7 @@ class StaticPolicy(RangePolicy):
         weights: Word length of weights, 2 to 16 bits.
         activations: Word length of layers' inputs, 2 to 16 bits.
         window: Steps between switches.
-        sat_tol: Share of a layer's inputs that may saturate.
+        sat_tol: Share of a layer's inputs that may saturate, of those that are not 0.
         ends_wl: As of ``LossBudgetPolicy``.
         per_channel: As of ``LossBudgetPolicy``.
 

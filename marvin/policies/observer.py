@@ -106,7 +106,7 @@ class Inputs:
         counts: How many values have which magnitude, see ``fixedpoint_kernels.observer``.
         lowest: Smallest value.
         power: Mean square.
-        saturated: Share of values that were clamped.
+        saturated: Share of values that were clamped, of those that are not 0.
         gradient: Squared 2-norm of a sample's gradient, where the input is not 0 and was not
             clamped, mean over the samples; None where no gradient came.
     """
@@ -118,10 +118,18 @@ class Inputs:
     gradient: float | None
 
     def range(self, tolerance: float) -> Range:
-        """Return the range that leaves out at most a share of ``tolerance``."""
+        """Return the range that leaves out at most a share of ``tolerance`` of what is not 0.
+
+        What lies beyond counts in the mean square as the range's end.
+        """
         bits, total = integer_bits_of(self.counts, tolerance), sum(self.counts)
-        rounded = 1 - self.counts[0] / total if total else 1.0
-        return Range(self.lowest < 0, bits, self.power, self.saturated, rounded=rounded)
+        rounded, power = 1 - self.counts[0] / total if total else 1.0, self.power
+        if (
+            bits is not None
+        ):  # a magnitude counts as the largest that it may be, so few outliers decide
+            sizes = enumerate(self.counts[1:], -126)
+            power = min(power, sum(n * 4.0 ** min(size, bits) for size, n in sizes) / total)
+        return Range(self.lowest < 0, bits, power, self.saturated, rounded=rounded)
 
 
 class Observer:
@@ -211,7 +219,8 @@ def inputs_of(
         if not (total := sum(table)):
             continue
         known = gradient / every if has_gradient and every else None
-        found[key] = Inputs(table, low, squares / total, clamped / total, known)
+        saturated = clamped / max(total - table[0], 1)
+        found[key] = Inputs(table, low, squares / total, saturated, known)
     return found
 
 

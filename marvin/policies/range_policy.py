@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat, channel_format, scale_of
+from marvin.display import listed
 from marvin.policies.base import Policy
 from marvin.policies.observer import weight_ranges
 from marvin.policies.ranges import Limits, Range, next_integer_bits
@@ -24,6 +25,7 @@ from marvin.policies.trace import Switch
 from marvin.ranks import Processes
 from marvin.settings import Checks, Settings, check_settings
 from marvin.shards import spread
+from marvin.warned import warn_user
 
 __all__ = ["LayerBudget", "Observation", "Observed", "RangePolicy", "TensorFormat", "Window"]
 __all__ += ["is_count", "is_word_length"]
@@ -31,6 +33,9 @@ __all__ += ["is_count", "is_word_length"]
 TensorFormat = FixedPoint | ChannelFormat
 _LOOKS = 25  # a weight is looked at again before one that grows steadily has grown by a twelfth
 _GROWN = "weight: it grew beyond its format"
+_UNSEEN = "inputs: not observed"
+_POSITIVE = 4  # switches without an input below 0 that end a sign
+_MISSED = 8  # observed steps in a row without a layer: one that runs by chance is rarely named
 _EARLY = 1, 2, 5, 12  # formats change at the end of these steps too: weights move fast then
 
 
@@ -48,6 +53,8 @@ class LayerBudget(PlainRecord):
         first: Step at whose end the weight got its first format; 0 before.
         clamping: Integer bits of inputs that clamped too many; None where there are none, or the
             inputs have needed fewer since.
+        positive: Switches in a row that saw no input below 0, while the format has a sign.
+        unseen: Switches in a row whose step did not run the layer, though others showed their inputs.
     """
 
     fmt: TensorFormat | None = None
@@ -58,6 +65,8 @@ class LayerBudget(PlainRecord):
     window: int = 0
     first: int = 0
     clamping: int | None = None
+    positive: int = 0
+    unseen: int = 0
 
     def is_watched(self, step: int) -> bool:
         """Say whether a step looks if the weight has grown beyond its format: often at first, then more rarely."""
@@ -84,6 +93,7 @@ class Window(PlainRecord):
         was_negative: Whether the mean loss of a window was below 0; a warning has said so.
         was_missed: Whether formats did not meet a target; a warning has said so.
         was_scaled: Whether a gradient scaler did a step; a warning has said so.
+        was_unseen: Whether layers did not run in observed steps; a warning has said so.
         begun: Step at whose end the window began.
     """
 
@@ -95,6 +105,7 @@ class Window(PlainRecord):
     was_negative: bool = False
     was_missed: bool = False
     was_scaled: bool = False
+    was_unseen: bool = False
     begun: int = 0
 
     @property
@@ -124,6 +135,7 @@ class Observation:
         gradient: Squared norm of a sample's gradient to it; None where none came.
         limits: What its format must keep to.
         clamping: See ``LayerBudget``.
+        positive: See ``LayerBudget``.
     """
 
     before: TensorFormat | None
@@ -131,6 +143,7 @@ class Observation:
     gradient: float | None
     limits: Limits
     clamping: int | None = None
+    positive: int = 0
 
     def scaled(self, factor: float) -> "Observation":
         """Return it with other limits of noise."""
@@ -243,12 +256,16 @@ class RangePolicy(Policy):
         share = self.share(shared, 2 * len(places), step.settings)
         factor = self.factor(observed, share, step)
         after, rows = [], []
+        shows = any(of_inputs for *_, of_inputs in observed)
         for layer, of_weight, of_inputs in observed:
             own = of_weight.scaled(factor), of_inputs and of_inputs.scaled(factor)
             record, row = self._switched(layer, own, share * factor, step.number)
+            if shows and of_inputs is None:
+                record = replace(record, unseen=layer.record.unseen + 1)
+                row = replace(row, note="; ".join(filter(None, (row.note, _UNSEEN))))
             after.append(layer.but(record=record))
             rows.append(row)
-        return Update(shared.emptied(step.number), after, rows)
+        return Update(_with_unseen(shared, after).emptied(step.number), after, rows)
 
     def after_move(self, shared: Window, layers: Sequence[Layer], step: Step) -> Update | None:
         """Let weights that have grown beyond their formats reach further, with the same word lengths."""
@@ -295,17 +312,17 @@ class RangePolicy(Policy):
         of_weight, of_inputs = observations
         fmt, note = self.next_format(layer.settings, of_weight, share)
         notes, inputs, mean = [f"weight: {note}"] if note else [], record.inputs, None
-        clamping = record.clamping
+        clamping, positive = record.clamping, record.positive
         if of_inputs is not None:
             inputs, note = self.next_format(layer.settings, of_inputs, share)
             notes += [f"inputs: {note}"] if note else []
-            mean, clamping = of_inputs.gradient, of_inputs.clamping
+            mean = of_inputs.gradient
+            clamping, positive = of_inputs.clamping, of_inputs.positive
         if mean is None or not math.isfinite(mean):
             mean = record.input_gradient
         first = record.first or (0 if fmt is None else step)
-        after = LayerBudget(
-            fmt, inputs, input_gradient=mean, window=step, first=first, clamping=clamping
-        )
+        own = {"clamping": clamping, "positive": positive}
+        after = LayerBudget(fmt, inputs, input_gradient=mean, window=step, first=first, **own)
         row = replace(
             _row(layer, after, step),
             saturated=0.0 if of_inputs is None else of_inputs.range.saturated,
@@ -375,20 +392,37 @@ def _gradients(layers: Sequence[Layer], processes: Processes) -> list[float | No
 def _observed_inputs(layer: Layer, limits: Limits) -> Observation | None:
     """Return what is known of a layer's inputs; None where they were not observed.
 
-    Their integer bits follow from the format before, too.
+    Their sign and their integer bits follow from the format before, too.
     """
     if layer.inputs is None:
         return None
     record: LayerBudget = layer.record
     before, clamping, tolerance = record.inputs, record.clamping, layer.settings["sat_tol"]
     measured = layer.inputs.range(tolerance)
-    if isinstance(before, FixedPoint) and measured.integer_bits is not None:
+    positive, gradient, new = record.positive, record.input_gradient, layer.inputs.gradient
+    if measured.integer_bits is None:  # all 0, or not finite: nothing is learnt
+        return Observation(before, measured, gradient, limits, clamping, positive)
+    if isinstance(before, FixedPoint):
+        positive = positive + 1 if before.signed and not measured.signed else 0
         bits, clamping = next_integer_bits(before, clamping, measured, tolerance)
-        measured = replace(measured, integer_bits=bits)
-    gradient, new = record.input_gradient, layer.inputs.gradient
+        keeps_sign = 0 < positive < _POSITIVE
+        measured = replace(measured, integer_bits=bits, signed=measured.signed or keeps_sign)
     if new is not None:
         gradient = new if gradient is None else (gradient + new) / 2
-    return Observation(before, measured, gradient, limits, clamping)
+    return Observation(before, measured, gradient, limits, clamping, positive)
+
+
+def _with_unseen(shared: Window, layers: Sequence[Layer]) -> Window:
+    """Say that layers do not run in the steps that are observed."""
+    names = [layer.name for layer in layers if layer.record.unseen == _MISSED]
+    if shared.was_unseen or not names:
+        return shared
+    warn_user(
+        f"layers must run in observed steps to get formats of inputs, got {_MISSED} in a row without "
+        f"{listed(names)}: they keep the format that they have, or float32; set another window, one "
+        "that has no factor in common with how often they run (26 in place of 25)"
+    )
+    return replace(shared, was_unseen=True)
 
 
 def is_count(value: float) -> bool:

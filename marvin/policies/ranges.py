@@ -20,7 +20,7 @@ class Range:
         integer_bits: Fewest bits before the binary point, without the sign, that hold all values
             but those the tolerance lets saturate; None where all are 0 or some are not finite.
         power: Mean square.
-        saturated: Share of values that the format before clamped.
+        saturated: Share of values that the format before clamped, of those that are not 0.
         channels: ``integer_bits`` of each channel, where they have fractional lengths of their own.
         clipping: Mean square of what clipping takes away with 1, 2, ... integer bits fewer than
             ``integer_bits``, as far as that may be.
@@ -93,15 +93,15 @@ def integer_bits_of(counts: Sequence[int], tolerance: float) -> int | None:
 
     Args:
         counts: How many values have which magnitude, see ``fixedpoint_kernels.observer``.
-        tolerance: Share of values that may be larger.
+        tolerance: Share of those that are not 0 that may be larger.
 
     Returns:
         ``ceil(log2(q))``, where ``q`` is the smallest value such that at most the tolerated share
-        lies above; None where that is 0, or some values are not finite.
+        lies above; None where all are 0, or some values are not finite.
     """
     if counts[-1] or counts[-2]:
         return None
-    left = math.floor(tolerance * sum(counts))
+    left = math.floor(tolerance * sum(counts[1:]))
     for place in range(len(counts) - 1, 0, -1):
         left -= counts[place]
         if left < 0:
@@ -114,8 +114,8 @@ def next_integer_bits(
 ) -> tuple[int, int | None]:
     """Return the next number of integer bits of activations, and the next ``clamping``.
 
-    It follows the data up at once. It goes down by single bits, and up by one where more than
-    twice the tolerated share was clamped though the quantile fits (values within half a step of
+    It follows the data up at once. It goes down by single bits, or to two above what is needed, and up by one
+    where more than twice the tolerated share was clamped though the quantile fits (values within half a step of
     the end are clamped too, and so is the power of two itself). It does not go down to that number
     again before the data need fewer.
 
@@ -124,7 +124,7 @@ def next_integer_bits(
         clamping: The number of integer bits that clamped too many; None where there is none, or the
             data have needed fewer since.
         measured: Where the data are.
-        tolerance: Share of values that may saturate.
+        tolerance: Share of values that may saturate, of those that are not 0.
     """
     needed = measured.integer_bits
     assert needed is not None
@@ -137,7 +137,7 @@ def next_integer_bits(
     if measured.saturated > 2 * tolerance:
         lacked_sign = measured.signed and not before.signed
         return before.il + 1, clamping if lacked_sign else before.il
-    return max(needed, before.il - 1), clamping
+    return max(needed, min(before.il - 1, needed + 2)), clamping
 
 
 def budget_noise(budget: float, gradient: float) -> float | None:

@@ -41,7 +41,7 @@ class Switch:
         input_signed: Whether that format has a sign.
         has_float_inputs: Whether ``input_wl`` is 0 and the layer's inputs stay float32. The
             optimizer says so.
-        saturated: Share of inputs that were clamped.
+        saturated: Share of inputs that were clamped, of those that are not 0.
         weight_gradient: Squared norm of a sample's gradient to the weight.
         input_gradient: Squared norm of a sample's gradient to the inputs.
         note: What kept a format from changing, or changed it before its time.

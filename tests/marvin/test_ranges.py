@@ -23,7 +23,8 @@ from marvin.shards import Shard, shard_of
         ([1.0] * 99 + [100.0], 0.01, 0),
         ([1.0] * 98 + [100.0] * 2, 0.01, 7),
         ([0.0] * 9 + [3.0], 0, 2),
-        ([0.0] * 9 + [3.0], 0.1, None),  # the quantile is 0
+        ([0.0] * 9 + [3.0], 0.1, 2),  # zeros cannot be clamped
+        ([0.0] * 900 + [3.0] * 99 + [100.0], 0.01, 2),
         ([0.0], 0, None),
         ([1.0, math.inf], 0.9, None),
         ([1.0, math.nan], 0.9, None),
@@ -42,9 +43,10 @@ def test_integer_bits_are_the_power_of_two_above_the_quantile(values, tolerance,
         (2, None, 2, 0.0021, (3, 2)),  # more than twice the tolerance
         (2, None, 1, 0.0021, (3, 2)),
         (2, None, 2, 0.0020, (2, None)),
-        (2, None, -3, 0.0, (1, None)),  # down by one
+        (2, None, -1, 0.0, (1, None)),  # down by one
+        (2, None, -3, 0.0, (-1, None)),  # but to two more than are needed at most
         (3, 2, 2, 0.0, (3, 2)),  # not to what clamped too many
-        (5, 2, 2, 0.0, (4, 2)),
+        (6, 2, 2, 0.0, (5, 2)),
         (3, 2, 3, 0.0, (3, 2)),
         (3, 2, 6, 0.0, (6, 2)),
         (2, 2, 2, 0.0, (3, 2)),
@@ -199,12 +201,15 @@ def test_observations_by_hand():
     found = inputs_of({7: seen, 8: Observer()}, 2)[7]
     assert found.lowest == -9
     assert found.power == pytest.approx((1 + 81 + 4 + 9) / 6, rel=1e-6)  # float32
-    assert found.saturated == pytest.approx(1 / 6, rel=1e-6)
+    assert found.saturated == pytest.approx(1 / 4, rel=1e-6)  # of four that are not 0
     # the gradient is weights / 4; not where x is 0, nor where -9 was clamped; if that is of a
     # mean over 2 samples, each has twice that gradient
     assert found.gradient == (2**2 + 1**2 + 4**2) / 16 * 4 / 2
     # two of six are 0, which rounding does not move
-    assert found.range(1 / 6) == Range(True, 2, found.power, found.saturated, rounded=1 - 2 / 6)
+    # 9 is beyond the range, which ends at 4; 3 is counted as 4
+    power = (1 + 4**2 + 2**2 + 4**2) / 6
+    assert found.range(1 / 4) == Range(True, 2, power, found.saturated, rounded=1 - 2 / 6)
+    assert found.range(0).power == found.power
     assert inputs_of({7: Observer()}, 0) == {}
 
 
