@@ -242,13 +242,25 @@ for _name, _function in _NUMBERS.items():
     setattr(_Asked, _name, _convert(_function))
 
 _PROXIES = ProxyOfValue, _Attribute
-_isinstance, _callable = builtins.isinstance, builtins.callable
+_isinstance, _callable, _expand = builtins.isinstance, builtins.callable, Tensor.expand
+
+
+def _expand_to(x: Tensor, *sizes: Any, **options: Any) -> Any:
+    """Expand a tensor, or trace that, where a size is a proxy."""
+    for given in (*sizes, *options.values()):
+        for size in given if _isinstance(given, list | tuple) else (given,):
+            if type(size) in _PROXIES:
+                return size.tracer.create_proxy("call_method", "expand", (x, *sizes), options)
+    return _expand(x, *sizes, **options)
 
 
 @contextmanager
 def answered() -> Iterator[None]:
-    """Let ``isinstance`` and ``callable`` answer for the values of proxies, for the whole process meanwhile."""
-    before = builtins.isinstance, builtins.callable
+    """Let ``isinstance``, ``callable`` and ``Tensor.expand`` take proxies, for the whole process meanwhile.
+
+    ``expand`` alone of torch's methods does not ask a proxy that stands where the first size does.
+    """
+    before = builtins.isinstance, builtins.callable, Tensor.expand
 
     def is_of(value: Any, kind: Any, /) -> bool:
         if type(value) not in _PROXIES or is_of_packages(caller()):
@@ -265,10 +277,11 @@ def answered() -> Iterator[None]:
         return value.tracer.is_of(value, Callable)
 
     builtins.isinstance, builtins.callable = is_of, can_be_called
+    Tensor.expand = _expand_to  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
-        builtins.isinstance, builtins.callable = before
+        builtins.isinstance, builtins.callable, Tensor.expand = before
 
 
 class _TypeOfTypes(type):

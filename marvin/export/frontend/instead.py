@@ -86,7 +86,7 @@ _BATCH = (
 )
 _ERRORS = {
     "item assignment": "; write torch.cat of the parts",
-    **{f"{name}()": _BATCH for name in ("zeros", "ones", "full", "empty", "expand")},
+    **{f"{name}()": _BATCH for name in ("zeros", "ones", "full", "empty")},
 }  # of what torch and Python say of what stands for values
 _ELSE = "the documentation, 'Deploy: Which networks', lists what can"
 

@@ -100,7 +100,6 @@ def _assigned(m, y):
     [
         (_assigned, "does not support item assignment; write torch.cat of the parts; where a size"),
         (lambda m, y: y + torch.zeros(y.shape[0], 4, 2, 4), "; a size must not be the number of"),
-        (lambda m, y: y + m.grid.expand(y.shape[0], 4, 2, 4), "; a size must not be the number of"),
         (
             lambda m, y: nn.functional.max_pool2d(y, 2, return_indices=True)[0],
             "leave out return_indices",
@@ -118,6 +117,21 @@ def _assigned(m, y):
 def test_it_says_what_to_write(behind, message):
     with pytest.raises(ExportError, match=message):
         describe(fixed(behind), X)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        lambda n: (n, 4, 2, 4),
+        lambda n: ((n, 4, 2, 4),),
+        lambda n: ([n, -1, -1, -1],),
+    ],
+)
+def test_a_buffer_may_be_expanded_to_the_number_of_samples(sizes):
+    model = fixed(lambda m, y: torch.cat([y, m.grid.expand(*sizes(y.shape[0]))], 1))
+    want = describe(fixed(lambda m, y: torch.cat([y, m.grid.repeat(y.shape[0], 1, 1, 1)], 1)), X)
+    network = describe(model, X)
+    torch.testing.assert_close(integer.run(network, X), integer.run(want, X), rtol=0, atol=0)
 
 
 def test_a_value_may_become_what_it_is():
