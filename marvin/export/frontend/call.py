@@ -74,7 +74,9 @@ class Call:
             ExportError: It stands for none, or what it stands for was changed through a view.
         """
         if not isinstance(node, fx.Node) or node not in self.builder.memory:
-            raise ExportError(f"{self.name} must be called with a value of the network, got {node}")
+            is_constant = isinstance(node, Tensor)
+            got = f"a constant of shape {tuple(node.shape)}" if is_constant else str(node)
+            raise ExportError(f"{self.name} must be called with a value of the network, got {got}")
         return self.builder.memory.read(node, self.name, in_any_order=in_any_order)
 
     def codes(self, node: Any) -> str:

@@ -251,6 +251,13 @@ def _attended(
 ) -> str:
     """Add attention; ``masks`` are a mask of what is seen, whether it is causal, and padding or False."""
     mask, is_causal, padding = masks
+    for side, node in zip(("query", "key", "value"), nodes, strict=True):
+        if isinstance(node, Tensor):
+            raise call.refusal(
+                f": the {side} must be a value of the network, got a constant of shape {tuple(node.shape)}: of a "
+                "learned query, the scores are scores = nn.Linear(features, queries, bias=False)(key), and "
+                "attention is scores.transpose(-2, -1).softmax(-1) @ value"
+            )
     values = [call.value(node) for node in nodes]
     for dims in (len(builder.shape(value)) for value in values):
         if dims < 2:
