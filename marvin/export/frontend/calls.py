@@ -72,7 +72,9 @@ def _summed(builder: Builder, call: Call) -> str:
             builder.whole = _difference(call, shape)
     shapes = {builder.shape(name) for name in sources}
     if len(shapes) > 1:
-        raise call.refusal(f": both must have one shape, got {' and '.join(map(str, shapes))}")
+        got = " and ".join(map(str, shapes))
+        instead = "repeat the smaller, torch.cat([v] * n, dim)"
+        raise call.refusal(f": both must have one shape, got {got}: {instead}")
     return builder.add(Add(call.name, (sources[0], sources[1])))
 
 

@@ -107,12 +107,13 @@ def _assigned(m, y):
         (lambda m, y: nn.ReLU()(y), "calls a ReLU that is no part of the model, .* nn.ModuleList"),
         (
             lambda m, y: y * torch.sigmoid(y.mean((2, 3), True)).expand_as(y),
-            "leave it out where a sum or a product",
+            "leave it out where a product",
         ),
         (
             lambda m, y: nn.functional.scaled_dot_product_attention(m.grid, y, y),
             r"\(grid, .* the query must be .*, got a constant of shape \(1, 4, 2, 4\): of a learned query",
         ),
+        (lambda m, y: y + y.mean((2, 3), True), r"\(4, 1, 1\).*: repeat the smaller, torch.cat"),
         (lambda m, y: torch.addcmul(y, y, y), "write a \\+ b \\* c"),
         (lambda m, y: y.to(torch.float64), "values are float32 on a CPU: leave it out"),
         (lambda m, y: y.type_as(y), "values are float32: leave it out"),
