@@ -19,7 +19,7 @@ from marvin.masters import WithMasters, owner_of
 from marvin.model_formats import ModuleFormats
 from marvin.policies.observer import Observer, Sums
 from marvin.policies.records import ActivationFormats
-from marvin.rounder import BUFFER
+from marvin.rounder import BUFFER, ForwardState
 from marvin.settings import Group, Settings
 from marvin.warned import warn_user
 
@@ -355,12 +355,18 @@ def decides(optimizer: WithMasters, module: nn.Module) -> bool:
     return any(p in optimizer for p in own)
 
 
-def others_of(model: nn.Module, optimizer: WithMasters) -> set[nn.Module]:
-    """Return modules that round by another's formats: an optimizer's that has their layer, or those of a state."""
+def others_of(model: nn.Module, optimizer: WithMasters, state: ForwardState) -> set[nn.Module]:
+    """Return modules that round by another's formats: an optimizer's that has their layer, or those of a loaded state.
+
+    Args:
+        model: Has them.
+        optimizer: Whose modules are left out.
+        state: What these share.
+    """
     found, is_other, inside = set[nn.Module](), False, parametrisations_of(model)
     for module in (own for own in model.modules() if own not in inside):
         has_own = bool(parameters_of(module))
-        rounds = any(r.state is not optimizer.forward_state for r in rounders_of(module))
+        rounds = any(r.state is not state for r in rounders_of(module))
         if has_own:
             is_other = rounds and not decides(optimizer, module)
         if is_other and rounds and (has_own or isinstance(module, FOLLOWERS)):
@@ -370,7 +376,7 @@ def others_of(model: nn.Module, optimizer: WithMasters) -> set[nn.Module]:
 
 def _take_over(handle: QuantizedActivations, optimizer: WithMasters) -> None:
     """Let modules round by this optimizer's formats that rounded by another's until it got their layer."""
-    others = others_of(_root(handle), optimizer)
+    others = others_of(_root(handle), optimizer, handle.state)
     for entry in handle.entries:
         module, name = entry.module, entry.rounder.name
         if handle.left.get(name) == OTHERS and module not in others and rounders_of(module):

@@ -98,7 +98,7 @@ def quantize_activations(
             "no module of the model has a parameter of this optimizer: make the optimizer of this model's, "
             "marvin.Quantized(torch.optim.Adam(model.named_parameters()), policy)"
         )
-    others = others_of(model, optimizer)
+    others = others_of(model, optimizer, optimizer.forward_state)
     with optimizer.carrying(model):
         handle = _attached(model, optimizer.forward_state, include, exclude, others)
         handle.ste, handle.eval_rounding = ste, eval_rounding
