@@ -20,6 +20,7 @@ from fixedpoint_kernels import forward_save, watch
 from fixedpoint_kernels._torch_private import modules as torch_modules
 from fixedpoint_kernels.forward_save import conversion as saving
 from fixedpoint_kernels.forward_save import measure, sample, swap
+from fixedpoint_kernels.forward_save.settings import FewBit
 from marvin import (
     activations,
     batch_norm,
@@ -300,6 +301,15 @@ def test_an_interrupted_sample_leaves_the_hooks_of_the_model(call):
         assert [attributes(module) for module in model.modules()] == before, line
         line += 101
     assert line > 300
+
+
+def test_an_interrupted_trial_leaves_the_model_as_it_was():
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    before = [attributes(module) for module in model.modules()]
+    choices = saving.choices_of(model, lambda _: (FewBit(3), None))
+    with pytest.raises(KeyboardInterrupt), saving.converted(choices):
+        raise KeyboardInterrupt
+    assert [attributes(module) for module in model.modules()] == before
 
 
 def test_an_interrupted_plan_leaves_the_model_as_it_was(monkeypatch):
