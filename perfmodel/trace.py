@@ -4,12 +4,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from perfmodel.checks import check_whole
-
-if TYPE_CHECKING:  # this loads no torch
-    from marvin.quantized import Quantized
 
 __all__ = ["MUPPET_ALEXNET", "MUPPET_RESNET20", "Schedule", "Segment", "SwitchLike", "Trace"]
 
@@ -51,6 +48,14 @@ class SwitchLike(Protocol):
     def input_signed(self) -> bool:
         """Whether one of these bits is a sign; without meaning where ``input_wl`` is 0."""
         ...
+
+
+class OptimizerLike(Protocol):
+    """What a trace needs to know of an optimizer, such as ``marvin.MSGD``."""
+
+    policy: Any
+    trace: list[Any]
+    param_groups: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ class Trace:
             last[switch.layer] = switch.step
 
     @classmethod
-    def of(cls, optimizer: "Quantized", steps: int, *, rounds_inputs: bool = True) -> "Trace":
+    def of(cls, optimizer: OptimizerLike, steps: int, *, rounds_inputs: bool = True) -> "Trace":
         """Return the trace of an optimizer, with the word length, the bounds and the search that its settings say.
 
         Args:

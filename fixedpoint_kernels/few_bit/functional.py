@@ -128,7 +128,7 @@ def run(name: str, x: Tensor, parameters: Parameters, bits: int, weight: Weight)
 
 
 @compiled_as_constant
-def _rounded(dtype: torch.dtype, *parameters: float) -> Parameters:
+def _rounded(dtype: torch.dtype, *parameters: float | str) -> Parameters:
     """Return numbers rounded to ``dtype``, by way of float32 as torch does."""
     info = torch.finfo(dtype)
     values = [float(np.float32(value)) for value in parameters]
