@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels._torch_private.modules import BatchNormBase
 from fixedpoint_kernels.undo import all_or_nothing
-from marvin.display import listed
 from marvin.ranks import sum_over_ranks
 from marvin.refused import check_batches, check_model
+from marvin.warned import listed
 
 __all__ = ["reestimate_batch_norm"]
 

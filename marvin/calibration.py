@@ -22,7 +22,6 @@ from marvin.attention import spell_attention
 from marvin.channels import ChannelFormat
 from marvin.compiled import check_uncompiled
 from marvin.conversion import argument_names, prepare
-from marvin.display import listed
 from marvin.freezing import thaw
 from marvin.hooks import rounders_of, see_what_is_rounded
 from marvin.layers import computed_weights, is_layer
@@ -37,6 +36,7 @@ from marvin.refused import (
 )
 from marvin.rounder import FLOATS
 from marvin.rounding import Format, round_one
+from marvin.warned import listed
 
 __all__ = [
     "Batches",

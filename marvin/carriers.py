@@ -12,7 +12,6 @@ from fixedpoint_kernels._torch_private.compiling import is_compiling_known
 from fixedpoint_kernels._torch_private.modules import AdaptiveAvgPoolBase, AvgPoolBase, NormBase
 from fixedpoint_kernels.undo import all_or_nothing
 from marvin.activations import FROZEN, Entry, QuantizedActivations
-from marvin.display import listed
 from marvin.hooks import exchange, rounders_of
 from marvin.layers import computed_weights, is_layer, parameters_of, parametrisations_of
 from marvin.masters import WithMasters, owner_of
@@ -21,7 +20,7 @@ from marvin.policies.observer import Observer, Sums
 from marvin.policies.records import ActivationFormats
 from marvin.rounder import BUFFER, ForwardState
 from marvin.settings import Group, Settings
-from marvin.warned import warn_user
+from marvin.warned import listed, warn_user
 
 __all__ = ["EXCLUDED", "FOLLOWERS", "OTHERS", "Carriers", "assign", "decides", "others_of"]
 

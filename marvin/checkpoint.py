@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from marvin.compact import SUFFIXES
-from marvin.display import listed
 from marvin.masters import check_pair
 from marvin.quantized import Quantized
 from marvin.ranks import is_distributed, rank
 from marvin.rounder import BUFFER
 from marvin.sharded_files import METADATA, add_checksum, read_checked
 from marvin.shards import Shard, shard_of
+from marvin.warned import listed
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

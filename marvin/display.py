@@ -11,15 +11,9 @@ from marvin.rounding import Format
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["columns", "listed", "plot_word_lengths"]
+__all__ = ["columns", "plot_word_lengths"]
 
 _ROWS = 40  # of a table: more layers are counted
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first three names, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -13,7 +13,6 @@ from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from marvin import state as states
 from marvin.carriers import Carriers
 from marvin.compact import conform, is_compact, put_master, wants_compact
-from marvin.display import listed
 from marvin.inner_optimizer import check_groups
 from marvin.layers import count_known, held_by, is_layer, layout_of
 from marvin.noise import Purpose
@@ -31,7 +30,7 @@ from marvin.rounder import ForwardState
 from marvin.settings import OPTIONS, Group, check_settings, unread
 from marvin.shards import is_sharded, local, locals_of
 from marvin.turns import in_turn
-from marvin.warned import warn_user
+from marvin.warned import listed, warn_user
 from marvin.watched import WatchesWeights
 from marvin.wrappers import for_wrappers
 

@@ -8,9 +8,9 @@ from itertools import accumulate
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from marvin.display import listed
 from marvin.settings import Group
 from marvin.shards import Shard, is_sharded, shard_of
+from marvin.warned import listed
 
 __all__ = [
     "ParameterTable",

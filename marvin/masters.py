@@ -28,7 +28,7 @@ from marvin.compact import (
     placeholder,
 )
 from marvin.compact_moves import Moved
-from marvin.display import columns, listed, plot_word_lengths
+from marvin.display import columns, plot_word_lengths
 from marvin.layers import ParameterTable
 from marvin.marks import Mark, marks_of
 from marvin.noise import Purpose, stream
@@ -39,6 +39,7 @@ from marvin.policies.trace import Switch
 from marvin.rounding import Format, round_many
 from marvin.shards import local, locals_of
 from marvin.state import KEPT
+from marvin.warned import listed
 from marvin.wrappers import for_wrappers
 
 if TYPE_CHECKING:

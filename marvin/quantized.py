@@ -23,7 +23,6 @@ from marvin.activations import QuantizedActivations
 from marvin.carriers import Carriers
 from marvin.compact import CompactMember, in_float, is_compact, master_of, put_tensors, tensors_of
 from marvin.compact_moves import moves_of_compact
-from marvin.display import listed
 from marvin.gradients import Gradients, by_layer, complete, gather, nonfinite, read
 from marvin.inner_optimizer import check_mode, check_step, check_wrapped, closure_needed, guard_step
 from marvin.masters import Counts
@@ -46,7 +45,7 @@ from marvin.saved import SavesState
 from marvin.sgd import keep_momenta, moves_of
 from marvin.shards import Shard, laid_as, local
 from marvin.turns import in_turn
-from marvin.warned import warn_user
+from marvin.warned import listed, warn_user
 from marvin.wrappers import for_wrappers, unwrapped
 
 __all__ = ["Quantized"]

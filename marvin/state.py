@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from marvin.compact import SUFFIXES, check_saved
-from marvin.display import listed
 from marvin.policies.base import Policy, fields_of
 from marvin.policies.records import check_plain, plain_value, restored, restored_value
 from marvin.sgd import SGD
 from marvin.shards import Shard, laid_as, local
+from marvin.warned import listed
 
 __all__ = [
     "KEPT",

@@ -11,14 +11,13 @@ from fixedpoint_kernels import BlockFloat, FixedPoint
 from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from marvin.channels import ChannelFormat, scale_of
 from marvin.compact import master_of, put_master
-from marvin.display import listed
 from marvin.marks import marks_of, on_host
 from marvin.masters import WithMasters, pieces
 from marvin.noise import Purpose
 from marvin.rounder import FLOATS
 from marvin.shards import local, locals_of
 from marvin.turns import in_turn
-from marvin.warned import warn_user
+from marvin.warned import listed, warn_user
 from marvin.wrappers import for_wrappers
 
 __all__ = ["WatchesWeights"]

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat, channel_format, scale_of
-from marvin.display import listed
 from marvin.policies.base import Policy
 from marvin.policies.observer import weight_ranges
 from marvin.policies.ranges import Limits, Range, next_integer_bits
@@ -25,7 +24,7 @@ from marvin.policies.trace import Switch
 from marvin.ranks import Processes
 from marvin.settings import Checks, Settings, check_settings
 from marvin.shards import spread
-from marvin.warned import warn_user
+from marvin.warned import listed, warn_user
 
 __all__ = ["LayerBudget", "Observation", "Observed", "RangePolicy", "TensorFormat", "Window"]
 __all__ += ["is_count", "is_word_length"]
