@@ -140,7 +140,7 @@ class Trace:
         if strange:
             raise TypeError(
                 f"switches must be those of an optimizer, got {strange[0]!r:.60}: write "
-                "Trace(optimizer.trace, steps)"
+                "Trace.of(optimizer, steps)"
             )
         last: dict[str, int] = {}
         for switch in self.switches:
