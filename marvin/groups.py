@@ -1,6 +1,6 @@
 """Parameter groups that an optimizer and the one it wraps have in common, and parameters that come later."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields
@@ -8,6 +8,7 @@ from operator import is_, itemgetter
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from marvin import state as states
@@ -83,7 +84,7 @@ class FollowsGroups(WatchesWeights):
         counts = len(own), len(wrapped)
         things = [self, self.optimizer, self.forward_state]
         try:
-            with self._carriers.all_or_nothing(things):
+            with self._taking() as keep, self._carriers.all_or_nothing(things):
                 if len(wrapped) == len(own):
                     self.optimizer.add_param_group(param_group)
                 self._check_common(param_group)
@@ -94,22 +95,27 @@ class FollowsGroups(WatchesWeights):
                 if self._is_made:
                     new = own[-1]["params"]
                     waiting = [p for p in self._masters if not is_layer(p)]  # some for a layer
-                    with self._taking([*new, *waiting]):
-                        self._follow(new)
-                        self._claim()
-                        self._carriers.widen(self)
-                        self._begin(new)
+                    keep([*new, *waiting])
+                    self._follow(new)
+                    self._claim()
+                    self._carriers.widen(self)
+                    self._begin(new)
         except BaseException:
             del own[counts[0] :], wrapped[counts[1] :]
             raise
 
     @contextmanager
-    def _taking(self, params: Sequence[Tensor]) -> Iterator[None]:
-        """Give parameters their values and optimizers back where what is done in this block raises."""
-        kept = [(x, x.detach().clone()) for x in locals_of(params)]
-        owners = self._owners()
+    def _taking(self) -> Iterator[Callable[[Sequence[Tensor]], None]]:
+        """Give parameters their values and optimizers back where this block raises, once it was told which."""
+        kept: list[tuple[Tensor, Tensor]] = []
+        owners: dict[int, Optimizer] = {}
+
+        def keep(params: Sequence[Tensor]) -> None:
+            kept[:] = [(x, x.detach().clone()) for x in locals_of(params)]
+            owners.update(self._owners())
+
         try:
-            yield
+            yield keep
         except BaseException:
             self._give_back(owners)
             with torch.no_grad():

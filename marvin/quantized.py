@@ -189,17 +189,18 @@ class Quantized(SavesState, AskedByScaler):
         self._counts, self._carriers = Counts(), Carriers()
         self._masters, self._marks, self._plans = {}, {}, Plans()
         self._is_made, self._turn = False, RLock()
-        with all_or_nothing([optimizer], [*optimizer.param_groups, *optimizer.state.values()]):
+        made = [*optimizer.param_groups, *optimizer.state.values()]
+        with self._taking() as keep, all_or_nothing([optimizer], made):
             super().__init__(optimizer.param_groups, {**optimizer.defaults, **options})
             del self._is_made
             self.forward_state.seed = self._seed  # a group may have one of its own
             self._check_changed()
             params = [*self._layout.names]
-            with self._taking(params):
-                self._follow(params)
-                self._begin(params)  # a bias may come groups before its weight
-                self._own_step = guard_step(self, optimizer)
-                self._claim()  # nothing refuses any more
+            keep(params)
+            self._follow(params)
+            self._begin(params)  # a bias may come groups before its weight
+            self._own_step = guard_step(self, optimizer)
+            self._claim()  # nothing refuses any more
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute; the policy stays: records and hyper-parameters in the groups are its own."""

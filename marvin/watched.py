@@ -126,9 +126,11 @@ class WatchesWeights(WithMasters):
         wrong = self._not_finite((p, local(p)) for p in (params[i] for i in changed))
         adopted = []
         for i in [] if wrong else changed:
-            own, p = local(params[i]), params[i]
+            own, p, is_seen = local(params[i]), params[i], now[i] != self._marks[i]
             self._marks[i], (weight,) = now[i], self._rounded([p])
             if weight is None or torch.equal(own, weight):
+                continue
+            if not (is_seen or weight.isfinite().all()):  # a master that is not is refused
                 continue
             change = self._change(p, weight)
             if change.is_none:

@@ -493,6 +493,14 @@ def test_a_first_forward_may_write_into_data(policy):
     assert (optimizer.state[model.linear.weight]["master"] - before / 2).abs().max() < 0.03
 
 
+def test_a_master_that_is_not_finite_is_refused_in_the_first_step():
+    model = make_model()
+    optimizer = marvin.MSGD(model.named_parameters(), lr=0.05, lookback=(1, 1))
+    optimizer.state[model[0].weight]["master"][0, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match=r"must be finite, got 0\.weight"):
+        train(model, optimizer, steps=1)
+
+
 @pytest.mark.parametrize("steps", [1, 99])
 @pytest.mark.parametrize("policy", [marvin.StaticPolicy(), marvin.MarvinPolicy()])
 def test_what_is_written_into_data_is_named(policy, steps):

@@ -916,7 +916,7 @@ def test_chains_show_the_policy_what_layers_do(kind):
     state_of(model).gradients = state_of(twin).gradients = 1000  # the same noise
     (found, _), (expected, _) = observe(model, 4 * x, y), observe(twin, 4 * x, y)
     assert found.keys() == expected.keys() == {*range(len(linear_layers(model)))}
-    assert found[1].saturated > 0.02
+    assert max(own.saturated for own in expected.values()) > 0.02
     for i, own in expected.items():
         one = found[i]
         assert sum(one.counts) == sum(own.counts)

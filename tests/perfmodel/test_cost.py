@@ -214,9 +214,9 @@ def test_bad_values(two_layers, arguments, message):
         (lambda rows: pushdown_ops(1, overhead="x"), ValueError, "overhead must be 'paper'"),
         (lambda rows: speedup(always(8), rows, "32"), TypeError, "batch_size must be a whole"),
         (lambda rows: speedup(always(8), rows, True), TypeError, "batch_size must be a whole"),
-        (lambda rows: size_ratio([], rows), TypeError, r"got list: write Trace\(optimizer"),
-        (lambda rows: memory_ratio([], rows), TypeError, r"got list: write Trace\(optimizer"),
-        (lambda rows: ebops([], rows), TypeError, r"got list: write Trace\(optimizer\.trace"),
+        (lambda rows: size_ratio([], rows), TypeError, r"got list: write Trace\.of\(optimizer"),
+        (lambda rows: memory_ratio([], rows), TypeError, r"got list: write Trace\.of\(optimizer"),
+        (lambda rows: ebops([], rows), TypeError, r"got list: write Trace\.of\(optimizer"),
         (lambda rows: inference_speedup([], rows), TypeError, "got list: write Trace"),
         (lambda rows: layer_cost(weights_of(rows)[0], [], 1), TypeError, "got list: write Trace"),
     ],
@@ -251,7 +251,7 @@ def test_layers_are_those_of_a_model(call):
     ("wrong", "got"), [(None, "None"), ([1], "1"), ("abc", "'a'"), (Change(5, "a", 9), "Change")]
 )
 def test_switches_are_those_of_an_optimizer(wrong, got):
-    with pytest.raises(TypeError, match=rf"got {got}.*: write Trace\(optimizer\.trace, steps\)"):
+    with pytest.raises(TypeError, match=rf"got {got}.*: write Trace\.of\(optimizer, steps\)"):
         Trace(wrong, 100)
 
 

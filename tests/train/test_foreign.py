@@ -309,7 +309,7 @@ def test_what_is_foreign_is_named(place, value, message, whole, tmp_path, prepar
     ("name", "value", "message"),
     [
         ("loss_sum", math.nan, "loss_sum must be a finite number, got nan"),
-        ("first_loss", Stop, "shared must have 9 names, others are"),
+        ("first_loss", Stop, "shared must have 10 names, others are"),
         ("begun", Stop, None),  # earlier versions have none
     ],
 )
