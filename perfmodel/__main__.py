@@ -77,25 +77,23 @@ def _layers(model: str, shape: tuple[int, ...]) -> list[Layer]:
     return layers(load_model(model), shape)
 
 
+def _add_model(parser: Parser, *, dtype: tuple[str, str], memory: tuple[int, str]) -> None:
+    """Add what is asked of a model; ``dtype``: the default, and in words; ``memory``: the default, and whose it is."""
+    add = parser.add_argument
+    add("model", help="module:function, or module:function(argument=value)")
+    add("--input", type=_shape, required=True, help="one sample, such as 3,32,32")
+    said = f"of the input, such as int64 for tokens (default: {dtype[1]})"
+    add("--dtype", default=dtype[0], help=said)
+    said = f"{memory[1]} (default: %(default)s)"
+    add("--memory", type=real(), default=memory[0], metavar="GIB", help=said)
+
+
 def _model(arguments: Sequence[str]) -> None:
     parser = Parser(
         "python -m perfmodel model",
         "What a model costs and keeps, before it is trained; all modelled.",
     )
-    parser.add_argument("model", help="module:function, or module:function(argument=value)")
-    parser.add_argument("--input", type=_shape, required=True, help="one sample, such as 3,32,32")
-    parser.add_argument(
-        "--dtype",
-        default="",
-        help="of the input, such as int64 for tokens (default: that of the parameters)",
-    )
-    parser.add_argument(
-        "--memory",
-        type=real(),
-        default=16,
-        metavar="GIB",
-        help="of the device (default: %(default)s)",
-    )
+    _add_model(parser, dtype=("", "that of the parameters"), memory=(16, "of the device"))
     parser.add_argument(
         "--copies",
         type=whole(0),
@@ -123,20 +121,7 @@ def _batch(arguments: Sequence[str]) -> None:
         "The largest batch whose training step fits into a memory: each batch tried is a step of SGD "
         "in a process of its own, on the CPU, whose largest memory the system tells.",
     )
-    parser.add_argument("model", help="module:function, or module:function(argument=value)")
-    parser.add_argument("--input", type=_shape, required=True, help="one sample, such as 3,32,32")
-    parser.add_argument(
-        "--dtype",
-        default="float32",
-        help="of the input, such as int64 for tokens (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--memory",
-        type=real(),
-        default=2,
-        metavar="GIB",
-        help="of the process (default: %(default)s)",
-    )
+    _add_model(parser, dtype=("float32", "float32"), memory=(2, "of the process"))
     parser.add_argument(
         "--ways",
         default=",".join(WAYS),

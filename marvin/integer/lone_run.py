@@ -33,7 +33,6 @@ from marvin.integer.token_autograd import (
     NO_NOISE,
     LinearCall,
     is_plain,
-    program_of,
     run_tokens,
     threads_of,
 )
@@ -275,23 +274,12 @@ class _Call:
         parameters: The layer's weight, as it lies, and its bias.
     """
 
+    programs: "Programs[Program]"  # a layer's own, before it runs
+
     def __init__(self, clip: bool, noise: Noise, parameters: _Pair) -> None:
         self.clip, self.noise, self.clamped, self.nans = clip, noise, 0, 0
         self.parameters = parameters
-        self.programs: Programs[Program] | None = None  # a layer's own
         self.stamp: Stamp | None = None
-
-    def program(
-        self,
-        segment: Segment,
-        x: Tensor,
-        inputs: Sequence[bool],
-        weights: Sequence[bool],
-        observes: bool,
-    ) -> "Program":
-        """Return the program for values of the shape of ``x``."""
-        assert self.programs is not None
-        return program_of(self.programs, segment, x, inputs, weights, observes)
 
     def note(
         self, segment: Segment, xs: Sequence[Tensor], counts: Sequence[tuple[int, int]]

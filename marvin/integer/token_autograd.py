@@ -19,7 +19,7 @@ from marvin.integer.programs import Programs
 if TYPE_CHECKING:
     from fixedpoint_kernels.tokens.program import Program
 
-__all__ = ["NO_NOISE", "LinearCall", "Run", "is_plain", "program_of", "run_tokens", "threads_of"]
+__all__ = ["NO_NOISE", "LinearCall", "Run", "is_plain", "run_tokens", "threads_of"]
 
 NO_NOISE = Noise(0, 0, 0)
 _See = Callable[[Tensor, FixedPoint], Callable[[Tensor], None]]
@@ -60,21 +60,12 @@ class Run(Protocol):
     """Whoever runs a segment.
 
     Attributes:
+        programs: Its own.
         stamp: Of weights that may stay laid out between calls.
     """
 
+    programs: "Programs[Program]"
     stamp: Stamp | None
-
-    def program(
-        self,
-        segment: Segment,
-        x: Tensor,
-        inputs: Sequence[bool],
-        weights: Sequence[bool],
-        observes: bool,
-    ) -> "Program":
-        """Return the program for values of the shape of ``x``, see ``program_of``."""
-        ...
 
     def note(
         self, segment: Segment, xs: Sequence[Tensor], counts: Sequence[tuple[int, int]]
@@ -83,7 +74,7 @@ class Run(Protocol):
         ...
 
 
-def program_of(
+def _program_of(
     programs: "Programs[Program]",
     segment: Segment,
     x: Tensor,
@@ -152,7 +143,8 @@ def _forward(
     from fixedpoint_kernels.tokens import execute
 
     count, observes = len(xs), any(own.see for own in drawn.calls)
-    program = run.program(segment, xs[0], needed[:count], needed[count::2], observes)
+    wanted = needed[:count], needed[count::2], observes
+    program = _program_of(run.programs, segment, xs[0], *wanted)
     counts: list[tuple[int, int]] = []
     seen: dict[int, Tensor] = {}
     own = _parameters_of(segment, parameters, drawn)

@@ -20,7 +20,7 @@ from marvin.integer.heads import Places, Turn
 from marvin.integer.layers import TransposedLinear, features_of, is_linear
 from marvin.integer.programs import Programs
 from marvin.integer.standing import Standing
-from marvin.integer.token_autograd import LinearCall, program_of, run_tokens
+from marvin.integer.token_autograd import LinearCall, run_tokens
 from marvin.integer.token_chain import Member, TokenChain
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
@@ -322,19 +322,8 @@ class Call:
     """
 
     def __init__(self, programs: "Programs[Program]", stamp: Stamp | None = None) -> None:
-        self._programs, self.stamp, self.met_nan = programs, stamp, False
+        self.programs, self.stamp, self.met_nan = programs, stamp, False
         self.clamped: list[int] = []
-
-    def program(
-        self,
-        segment: Segment,
-        x: Tensor,
-        inputs: Sequence[bool],
-        weights: Sequence[bool],
-        observes: bool,
-    ) -> "Program":
-        """Return the program for values of the shape of ``x``."""
-        return program_of(self._programs, segment, x, inputs, weights, observes)
 
     def note(
         self, segment: Segment, xs: Sequence[Tensor], counts: Sequence[tuple[int, int]]

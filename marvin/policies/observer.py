@@ -124,9 +124,8 @@ class Inputs:
         """
         bits, total = integer_bits_of(self.counts, tolerance), sum(self.counts)
         rounded, power = 1 - self.counts[0] / total if total else 1.0, self.power
-        if (
-            bits is not None
-        ):  # a magnitude counts as the largest that it may be, so few outliers decide
+        if bits is not None:
+            # a magnitude counts as the largest that it may be, so that outliers alone are cut
             sizes = enumerate(self.counts[1:], -126)
             power = min(power, sum(n * 4.0 ** min(size, bits) for size, n in sizes) / total)
         return Range(self.lowest < 0, bits, power, self.saturated, rounded=rounded)

@@ -25,6 +25,7 @@ from marvin.integer.token_run import TokenRun
 from marvin.policies.observer import Observer, inputs_of
 from marvin.rounder import formats_of
 from tests.graphs import nodes_of
+from tests.observed import nearly_the_same
 
 pytestmark = pytest.mark.skipif(tokens.path() is None, reason="no path of tokens on this processor")
 
@@ -917,14 +918,7 @@ def test_chains_show_the_policy_what_layers_do(kind):
     (found, _), (expected, _) = observe(model, 4 * x, y), observe(twin, 4 * x, y)
     assert found.keys() == expected.keys() == {*range(len(linear_layers(model)))}
     assert max(own.saturated for own in expected.values()) > 0.02
-    for i, own in expected.items():
-        one = found[i]
-        assert sum(one.counts) == sum(own.counts)
-        moved = sum(abs(a - b) for a, b in zip(one.counts, own.counts, strict=True))
-        assert moved < 0.05 * sum(own.counts)
-        assert one.power == pytest.approx(own.power, rel=0.02)
-        assert one.saturated == pytest.approx(own.saturated, abs=0.005)
-        assert one.gradient == pytest.approx(own.gradient, rel=0.2)
+    nearly_the_same(found, expected)
 
 
 def test_nothing_is_shown_twice_where_a_chain_meets_nan():
