@@ -5,9 +5,10 @@ import operator
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex, get_args
 
-__all__ = ["BlockFloat", "FixedPoint", "Minifloat", "Specials"]
+__all__ = ["LONGEST_FL", "BlockFloat", "FixedPoint", "Minifloat", "Specials"]
 
 Specials = Literal["none", "nan", "ieee"]
+LONGEST_FL = 31  # of any format, in bits; and the most negative is -31
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,10 @@ class FixedPoint:
                 raise ValueError(f"{name} must be True or False, got {name}={given!r}")
             object.__setattr__(self, name, bool(given))
         is_unsigned = not self.signed
-        for name, low, high in (("wl", 2 - is_unsigned, 32 - is_unsigned), ("fl", -31, 31)):
+        for name, low, high in (
+            ("wl", 2 - is_unsigned, 32 - is_unsigned),
+            ("fl", -LONGEST_FL, LONGEST_FL),
+        ):
             value = _as_int(name, getattr(self, name))
             if not low <= value <= high:
                 word = "word length" if name == "wl" else "fractional length"

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from fixedpoint_kernels._torch_private.modes import is_fake, is_wrapped
 
 __all__ = [
+    "PLAIN",
     "Places",
     "are_apart",
     "are_float32",
@@ -32,7 +33,7 @@ __all__ = [
     "places_on_cpu",
 ]
 
-_PLAIN = {Tensor, Parameter}
+PLAIN = {Tensor, Parameter}  # what has memory of its own and no rules of its own
 _DISPATCH = attrgetter("__torch_dispatch__")
 _IS_NESTED = attrgetter("is_nested")
 _DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
@@ -140,7 +141,7 @@ def check_untransformed(**tensors: Tensor | None) -> None:
 
 def _is_plain(x: Tensor) -> bool:
     """Say whether ``x`` is dense and known to lie in memory, from as little as that takes."""
-    if type(x) not in _PLAIN:
+    if type(x) not in PLAIN:
         return False
     try:
         first = x.storage_offset() * x.itemsize
@@ -160,14 +161,14 @@ def is_float32(x: Tensor, shape: Sequence[int], *, is_dense: bool = True) -> boo
         shape: That it must have, with elements.
         is_dense: Whether it must be contiguous.
     """
-    if type(x) not in _PLAIN or x.shape != shape or x.dtype is not torch.float32:
+    if type(x) not in PLAIN or x.shape != shape or x.dtype is not torch.float32:
         return False
     return x.is_cpu and (not is_dense or x.is_contiguous()) and _have_addresses([x])
 
 
 def are_float32(xs: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> bool:
     """Say of many tensors what ``is_float32`` says of one that need not be contiguous; an attribute of all at a time."""
-    is_plain = set(map(type, xs)) <= _PLAIN and set(map(_DTYPE, xs)) <= {torch.float32}
+    is_plain = set(map(type, xs)) <= PLAIN and set(map(_DTYPE, xs)) <= {torch.float32}
     if not is_plain or list(map(_SHAPE, xs)) != [*shapes]:
         return False
     return all(map(_IS_CPU, xs)) and _have_addresses(xs)
@@ -355,5 +356,5 @@ def places_on_cpu(
         tensors: At least one.
         lies: As of ``places_of``.
     """
-    is_plain = set(map(type, tensors)) <= _PLAIN and set(map(_DTYPE, tensors)) <= {torch.float32}
+    is_plain = set(map(type, tensors)) <= PLAIN and set(map(_DTYPE, tensors)) <= {torch.float32}
     return places_of(tensors, [], lies) if is_plain and all(map(_IS_CPU, tensors)) else None

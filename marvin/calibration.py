@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from fixedpoint_kernels import FixedPoint
 from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels._torch_private.tensors import storage_key, tree_leaves
+from fixedpoint_kernels.formats import LONGEST_FL
 from fixedpoint_kernels.undo import all_or_nothing
 from marvin.attention import spell_attention
 from marvin.channels import ChannelFormat
@@ -54,7 +55,6 @@ _ONE_IN = 10_000  # values that may saturate, of the percentile
 _KEPT = 2**15  # values of a batch that are looked at, spread evenly; all extremes are
 _MOST_KEPT = 2**19  # of all batches
 _FINER = 8  # bits by which a format may be finer than the one in which nothing saturates
-_LONGEST_FL = 31
 _LEAST = 2.0**-32  # what is below is 0 in every format
 _SHORT = 8  # bits of words whose exact sums, times batch norm's scale, every target has
 
@@ -428,7 +428,7 @@ def best_format(x: Tensor, wl: int, estimator: Estimator, *, signed: bool = True
     widest = fitting(float(held.min()), float(held.max()), wl, signed)
     if estimator != "noise":
         return widest
-    finer = range(widest.fl, min(widest.fl + _FINER, _LONGEST_FL) + 1)
+    finer = range(widest.fl, min(widest.fl + _FINER, LONGEST_FL) + 1)
     formats = [FixedPoint(wl, fl, signed=signed) for fl in finer]
     noises = [
         float((round_one(x, f, rounding="nearest") - x).double().square().sum()) for f in formats
@@ -444,7 +444,7 @@ def fitting(low: float, high: float, wl: int, signed: bool) -> FixedPoint:
     """
     if not math.isfinite(low) or not math.isfinite(high):
         raise ValueError(f"values to be rounded must be finite, got {low} to {high}")
-    for fl in range(_LONGEST_FL, -_LONGEST_FL - 1, -1):
+    for fl in range(LONGEST_FL, -LONGEST_FL - 1, -1):
         fmt = FixedPoint(wl, fl, signed=signed)
         if fmt.min_code <= round(low * fmt.scale) and round(high * fmt.scale) <= fmt.max_code:
             return fmt

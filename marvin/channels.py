@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels.formats import LONGEST_FL
 
 __all__ = ["ChannelFormat", "channel_format", "scale_of"]
-
-_LONGEST_FL = 31
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def channel_format(fmt: FixedPoint, lengths: Sequence[int | None]) -> ChannelFor
         fmt: Of a channel that needs them all.
         lengths: Integer bits that each channel needs, without the sign; None where all is 0.
     """
-    most = _LONGEST_FL - fmt.fl
+    most = LONGEST_FL - fmt.fl
     spare = (0 if bits is None else fmt.il - bits for bits in lengths)
     return ChannelFormat(fmt, tuple(min(max(bits, 0), most) for bits in spare))
 

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from fixedpoint_kernels.memory import PLAIN
 from marvin.ranks import reduced
 
 __all__ = ["Shard", "Spread", "is_sharded", "laid_as", "local", "locals_of", "shard_of", "spread"]
 __all__ += ["accumulate_dtype", "sum_vectors", "whole_norms"]
-
-_PLAIN = {Tensor, nn.Parameter}
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class Spread:
 
 def local(x: Tensor) -> Tensor:
     """Return what this process holds of ``x``: the same memory, a plain tensor."""
-    if type(x) in _PLAIN or not is_sharded(x):
+    if type(x) in PLAIN or not is_sharded(x):
         return x
     spread_tensor: Any = x
     with torch.no_grad():
@@ -137,7 +136,7 @@ def local(x: Tensor) -> Tensor:
 
 def locals_of(xs: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return what this process holds of each tensor; see ``local``."""
-    return xs if _PLAIN.issuperset(map(type, xs)) else [local(x) for x in xs]
+    return xs if PLAIN.issuperset(map(type, xs)) else [local(x) for x in xs]
 
 
 def laid_as(x: Tensor, like: Tensor) -> Tensor:

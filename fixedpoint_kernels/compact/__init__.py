@@ -18,7 +18,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from fixedpoint_kernels.compact import reference
 from fixedpoint_kernels.compact.records import (
@@ -36,7 +35,7 @@ from fixedpoint_kernels.compact.records import (
     flattened,
 )
 from fixedpoint_kernels.compact.targets import Targets
-from fixedpoint_kernels.memory import in_memory, places_on_cpu
+from fixedpoint_kernels.memory import PLAIN, in_memory, places_on_cpu
 from fixedpoint_kernels.rounding.reference import Rounding
 
 __all__ = ["BLOCK", "Adam", "Codes", "Kind", "Moves", "Noise", "Row", "Sgd", "Sum", "Targets"]
@@ -50,8 +49,6 @@ __all__ += [
     "step_many",
     "zeros",
 ]
-
-_PLAIN = {Tensor, Parameter}
 
 
 def encode(x: Tensor, kind: Kind, noise: Noise | None = None) -> Codes:
@@ -201,4 +198,4 @@ def step_many(
 
 
 def _has_kernel(tensors: Sequence[Tensor]) -> bool:
-    return all(x.is_cpu and type(x) in _PLAIN for x in tensors)
+    return all(x.is_cpu and type(x) in PLAIN for x in tensors)

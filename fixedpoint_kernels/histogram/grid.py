@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.formats import LONGEST_FL, FixedPoint
 from fixedpoint_kernels.histogram import reference
 from fixedpoint_kernels.histogram.reference import Bins, Cells
 from fixedpoint_kernels.memory import in_memory
@@ -28,7 +28,6 @@ from fixedpoint_kernels.rounding.reference import float_bounds
 __all__ = ["Expected", "Grid", "grid_histogram"]
 
 _MAX_CELLS = 2**24
-_LONGEST_FL = 31
 kernels_of = kernels_for("histogram")
 
 
@@ -90,7 +89,7 @@ class Expected:
         bins: Bins,
         cells: int,
         *,
-        fl: int = _LONGEST_FL,
+        fl: int = LONGEST_FL,
         total: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:
         x = in_memory(x)

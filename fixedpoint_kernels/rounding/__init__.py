@@ -9,11 +9,11 @@ from typing import get_args
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.nn import Parameter
 
 from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels.formats import BlockFloat, FixedPoint, Minifloat
 from fixedpoint_kernels.memory import (
+    PLAIN,
     Places,
     are_apart,
     check_apart,
@@ -33,7 +33,6 @@ __all__ += ["check_floating", "check_values", "keep_inside"]
 
 _DTYPE, _SHAPE, _IS_CPU = attrgetter("dtype"), attrgetter("shape"), attrgetter("is_cpu")
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_PLAIN = {Tensor, Parameter}
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
 _ROUNDINGS = get_args(Rounding)
 kernels_of = kernels_for("rounding")
@@ -191,7 +190,7 @@ def quantize_many(  # noqa: PLR0913  noise has three coordinates
         rows = zip(xs, fmts, _keys(first, positions), strict=True)
         return [_made(x, fmt, rounding, key)[0] for x, fmt, key in rows]
     ys = [torch.empty_like(x) for x in xs] if outs is None else outs
-    if places is not None and type(ys[0]) in _PLAIN:  # no mode makes others
+    if places is not None and type(ys[0]) in PLAIN:  # no mode makes others
         if outs is None:
             places = places._replace(ys=tuple(map(Tensor.data_ptr, ys)))
         kernels = kernels_of(xs[0])  # of a CPU or a GPU: other devices have no places
@@ -383,7 +382,7 @@ def _one_launch(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> Places | 
     is_in_place = out is not None and all(map(is_, xs, out))
     tensors = [*xs] if out is None or is_in_place else [*xs, *out]
     is_alike = (
-        set(map(type, tensors)) <= _PLAIN
+        set(map(type, tensors)) <= PLAIN
         and set(map(_DTYPE, tensors)) == {torch.float32}
         and (all(map(_IS_CPU, tensors)) or _are_on_one_gpu(tensors))
         and not (torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, tensors)))

@@ -111,7 +111,7 @@ def export(given: argparse.Namespace, trained: Trained, deployed: Deployed, fold
 
 def _tell(trained: Trained, out: Path, written: Written) -> None:
     lines = [f"{out}: {written.what}, {written.size_bytes:,} bytes", *written.notes]
-    verdict = "verified" if written.is_equal else "not equal"
+    verdict = "verified" if written.is_exact else "not exact"
     lines.append(f"{verdict}: {written.proof}" if written.proof else "not verified: add --verify")
     if written.outputs is not None and trained.labels is not None:
         accuracy, count = trained.accuracy(written.outputs), len(written.outputs)

@@ -12,6 +12,7 @@ from fixedpoint_kernels import FixedPoint
 from fixedpoint_kernels._torch_private.modes import is_watched
 from fixedpoint_kernels._torch_private.modules import table_of
 from fixedpoint_kernels._torch_private.tensors import versions_of
+from fixedpoint_kernels.memory import PLAIN
 from marvin.channels import ChannelFormat
 from marvin.integer.formats import carried, choose
 from marvin.marks import on_host
@@ -22,7 +23,6 @@ __all__ = ["Strayed", "look_at"]
 
 _MUCH = 0.05
 """Of a weight's norm: averages of rounded weights, of 8 bits, are nearer to its format."""
-_PLAIN = {Tensor, nn.Parameter}
 _OTHER = torch.empty(0, device="meta")  # in the place of weights of other classes
 _NAMED: WeakSet[nn.Module] = WeakSet()  # layers that a warning has named
 
@@ -48,8 +48,8 @@ class Strayed:
         found = [own.get("weight") for own in self._tables]  # since computed: none
         if is_watched():
             return
-        if not {*map(type, found)} <= _PLAIN:
-            found = [weight if type(weight) in _PLAIN else _OTHER for weight in found]
+        if not {*map(type, found)} <= PLAIN:
+            found = [weight if type(weight) in PLAIN else _OTHER for weight in found]
         weights = cast("list[Tensor]", found)
         now = list(zip(versions_of(weights), map(Tensor.data_ptr, weights), strict=True))
         if now == self._before:

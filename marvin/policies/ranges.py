@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels.formats import LONGEST_FL
 
 __all__ = ["Limits", "Range", "budget_noise", "integer_bits_of", "next_integer_bits"]
-
-_LONGEST_FL = 31
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,8 @@ class Limits:
             noise: Largest noise, mean square.
             clipping: Noise that 1, 2, ... integer bits fewer add.
         """
-        fewest = self.max_wl - _LONGEST_FL
-        most = min(max(integer_bits, fewest), self.min_wl - 1 + _LONGEST_FL)
+        fewest = self.max_wl - LONGEST_FL
+        most = min(max(integer_bits, fewest), self.min_wl - 1 + LONGEST_FL)
         lengths = [(most - i, power) for i, power in enumerate((0.0, *clipping))]
         allowed = [(n, power) for n, power in lengths if n >= fewest]
 

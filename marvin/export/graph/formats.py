@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint, decode, encode
+from fixedpoint_kernels.formats import LONGEST_FL
 from marvin import calibration
 from marvin.calibration import Estimator
 from marvin.compact import master_of
@@ -146,11 +147,11 @@ def exact_format(x: Tensor) -> FixedPoint | None:
     codes, exponents = torch.frexp(values)
     codes = (codes * 2.0**53).to(torch.int64)  # of a float64 without its exponent
     zeros = ((codes & -codes).double().log2()).to(torch.int64)
-    fl = max(-31, int((53 - exponents - zeros).max()))
+    fl = max(-LONGEST_FL, int((53 - exponents - zeros).max()))
     largest, smallest = float(values.max()) * 2.0**fl, float(values.min()) * 2.0**fl
     bits = max(int(largest).bit_length(), (int(-smallest) - 1).bit_length() if smallest < 0 else 0)
     wl = max(2, bits + 1)
-    return FixedPoint(wl, fl) if wl <= 32 and fl <= 31 else None
+    return FixedPoint(wl, fl) if wl <= 32 and fl <= LONGEST_FL else None
 
 
 def codes_of(name: str, x: Tensor, fmt: FixedPoint) -> Tensor:

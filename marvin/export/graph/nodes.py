@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels.formats import LONGEST_FL
 from marvin.channels import ChannelFormat
 from marvin.display import columns
 
@@ -166,7 +167,7 @@ class Affine(Operation):
         ``c`` is 0 where the offset is a multiple of the scale: then ``x + b`` is as short as can be. They are
         found when the network is made, since no tracer follows how: it depends on values.
         """
-        shift = self.shift(-31)
+        shift = self.shift(-LONGEST_FL)
         b, fl = (torch.zeros_like(self.scale), 0) if shift is None else shift
         rest = torch.where((self.scale == 0) | (shift is None), self.offset, 0)
         scale = self.scale.double() * self.scale_fmt.lsb

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels.formats import LONGEST_FL
 from marvin.export.errors import ExportError
 from marvin.export.graph.formats import fitting
 from marvin.export.graph.nodes import Operation, Value, Weighted
@@ -23,11 +24,11 @@ _OFFSET_WL = 32
 _GIVEN_UP = 4  # last bits of a scale, at most, so that 32 bits hold multiples of it
 
 
-def nearest(x: Tensor, wl: int, longest_fl: int = 31) -> tuple[Tensor, FixedPoint]:
+def nearest(x: Tensor, wl: int, longest_fl: int = LONGEST_FL) -> tuple[Tensor, FixedPoint]:
     """Return codes of ``x``, float64, in the finest format that holds it, and the format."""
     x = x.detach().cpu()
     fmt = fitting((float(x.min()), float(x.max())), wl)
-    fmt = FixedPoint(wl, max(-31, min(fmt.fl, longest_fl)))
+    fmt = FixedPoint(wl, max(-LONGEST_FL, min(fmt.fl, longest_fl)))
     return torch.round(x * fmt.scale).to(torch.int64), fmt
 
 

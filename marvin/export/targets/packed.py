@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint, decode, pack, unpack
+from fixedpoint_kernels.formats import LONGEST_FL
 from marvin.channels import ChannelFormat, scale_of
 from marvin.export.errors import ExportError, fixed_point
 from marvin.export.graph.formats import codes_of
@@ -339,8 +340,10 @@ def _channels(name: str, fmt: FixedPoint, shifts: object, shape: list[int]) -> C
     """Return the format of a weight whose channels have an ``fl`` each."""
     if not isinstance(shifts, list) or not shifts or shape[:1] != [len(shifts)] or not fmt.signed:
         raise ExportError(f"{name} must have a shift for each channel, got {shifts!r:.80}")
-    if not all(type(shift) is int and 0 <= shift <= 31 - fmt.fl for shift in shifts):
-        raise ExportError(f"{name} must have shifts of 0 to {31 - fmt.fl}, got {shifts!r:.80}")
+    if not all(type(shift) is int and 0 <= shift <= LONGEST_FL - fmt.fl for shift in shifts):
+        raise ExportError(
+            f"{name} must have shifts of 0 to {LONGEST_FL - fmt.fl}, got {shifts!r:.80}"
+        )
     return ChannelFormat(fmt, tuple(shifts))
 
 

@@ -31,7 +31,7 @@ class Written:
         what: In words.
         outputs: What the file computes of the samples it was proved on, None where not proved.
         proof: In words; ``""`` where there is none.
-        is_equal: Whether it computes what the integers do; False only where no float32 could.
+        is_exact: Whether it computes what the integers do; False only where no float32 could.
         notes: What it takes, line by line.
     """
 
@@ -39,7 +39,7 @@ class Written:
     what: str
     outputs: Tensor | None = None
     proof: str = ""
-    is_equal: bool = True
+    is_exact: bool = True
     notes: tuple[str, ...] = ()
 
 
@@ -211,10 +211,10 @@ def _counted(order: Order, size: int, what: str, found: Sequence[Tensor], who: s
     gaps = [(x.double() - y).abs() * step for (x, y), step in zip(pairs, steps, strict=True)]
     gap = torch.cat([gap.reshape(-1) for gap in gaps])
     proof = (
-        f"{who} is float32, which is not exact here: {int((gap > 0).sum())} of "
+        f"{who} computes in float32, which is too short here: {int((gap > 0).sum())} of "
         f"{gap.numel()} outputs differ from the integers, by {gap.max():g} steps at most"
     )
-    return Written(size, what, found[0], proof, is_equal=False)
+    return Written(size, what, found[0], proof, is_exact=False)
 
 
 def _hls4ml(order: Order) -> Written:

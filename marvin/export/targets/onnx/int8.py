@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels.formats import LONGEST_FL
 from marvin.export.execute.arithmetic import Codes, round_fraction
 from marvin.export.graph.functions import KEEP_ORDER, Clip, Mul, Table
 from marvin.export.graph.nodes import (
@@ -204,7 +205,7 @@ class Int8Writer(Int16Writer):
         """Return a format that has every code of a sum, or of what is made of it, if one does."""
         value, op = self.network.values[name], self.network.operation(name)
         signed = value.low < 0
-        if value.bits - (not signed) > 8 or abs(value.fl) > 31:
+        if value.bits - (not signed) > 8 or abs(value.fl) > LONGEST_FL:
             return None
         while isinstance(op, KEEP_ORDER):
             op = self.network.operation(op.inputs[0])
