@@ -213,6 +213,7 @@ def test_the_command_runs_it(wl, tmp_path, capsys):
     else:
         assert "sums are longer than the 24 bits of float32, so it is not exact" in text
         assert "of 192 outputs differ from the integers, by " in text
+        assert "\nnot exact: ONNX Runtime " in text
 
 
 @needs_openvino
