@@ -1,6 +1,7 @@
 """Running a program on tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -75,11 +76,28 @@ class Result:
         return self.image
 
 
+@contextmanager
+def _room(images: int, shapes: Mapping[int, Shape]) -> Iterator[dict[int, Tensor]]:
+    """Yield image maps that nobody reads later, float32, channels last, by the numbers of their shapes."""
+    if not shapes:
+        yield {}
+        return
+    sizes = [images * shape.padded for shape in shapes.values()]
+    with Scratch(4 * sum(sizes)) as (memory, _):
+        parts = torch.from_numpy(memory).view(torch.float32).split(sizes)
+        yield {
+            i: own.view(images, -1)[:, : shape.elements]
+            .view(images, shape.height, shape.width, shape.channels)
+            .permute(0, 3, 1, 2)
+            for (i, shape), own in zip(shapes.items(), parts, strict=True)
+        }
+
+
 def forward(
     program: Program,
     x: Tensor,
     parameters: Sequence[Parameters],
-    seen: dict[int, Tensor] | None = None,
+    show: Callable[[Mapping[int, Tensor]], None] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Run a segment forward.
 
@@ -87,8 +105,8 @@ def forward(
         program: Made for the shape of ``x``.
         x: (images, channels, height, width), float32, any strides.
         parameters: Of each layer.
-        seen: Of a program that observes: takes the values that layers take, by their number,
-            float32, channels last.
+        show: Of a program that observes: takes the values that layers take, by their number,
+            float32, channels last; when it returns, others may write there.
 
     Returns:
         The values that leave the segment, float32, channels last, or (images, channels) where they are
@@ -96,30 +114,27 @@ def forward(
     """
     source = laid(x, program.shapes[INPUT])
     kept = program.memory.lend(program.kept_bytes + 64)  # kernels read behind it
-    outputs, others = {}, {}
-    for i, value in enumerate(program.segment.values):
-        if value.is_output:
-            outputs[i] = Result(len(x), program.shapes[i], value.is_flat)
-        elif program.observes and program.segment.takers(i):
-            others[i] = Result(len(x), program.shapes[i])
+    outputs = {
+        i: Result(len(x), program.shapes[i], value.is_flat)
+        for i, value in enumerate(program.segment.values)
+        if value.is_output
+    }
     given = _given(program, parameters)
-    given["x"], given["y"], given["seen"] = (
-        [source.address],
-        addresses_of(outputs),
-        addresses_of(others),
-    )
+    given["x"], given["y"] = [source.address], addresses_of(outputs)
     running = [own.running for own in parameters]
     given["running_mean"], given["running_variance"] = (
         [0 if own is None else own[k].data_ptr() for own in running] for k in range(2)
     )
-    with program.memory.lock:
-        program.clear()
-        program.momenta[:] = [own.momentum for own in parameters]
-        program.move(parameters)
-        _run(program, program.forward, kept, given)
-    found = {i: result.take() for i, result in outputs.items()}
-    if seen is not None:
-        seen |= {INPUT: x} | found | {i: result.take() for i, result in others.items()}
+    with _room(len(x), {i: program.shapes[i] for i in program.shown}) as others:
+        given["seen"] = {i: own.data_ptr() for i, own in others.items()}
+        with program.memory.lock:
+            program.clear()
+            program.momenta[:] = [own.momentum for own in parameters]
+            program.move(parameters)
+            _run(program, program.forward, kept, given)
+        found = {i: result.take() for i, result in outputs.items()}
+        if show is not None:
+            show({INPUT: x} | found | others)
     return list(found.values()), kept
 
 
@@ -128,7 +143,7 @@ def backward(
     kept: Tensor,
     parameters: Sequence[Parameters],
     grads: Sequence[Tensor],
-    seen: list[Tensor] | None = None,
+    show: Callable[[Sequence[Tensor]], None] | None = None,
 ) -> tuple[Tensor | None, list[Gradients]]:
     """Run a segment backward.
 
@@ -137,8 +152,8 @@ def backward(
         kept: What ``forward`` returned.
         parameters: As of ``forward``.
         grads: Of the outputs.
-        seen: Of a program that observes: takes the gradient of what each layer that multiplies took,
-            before anything is masked, float32, channels last.
+        show: Of a program that observes: takes the gradient of what each layer that multiplies took,
+            before anything is masked, as of ``forward``.
 
     Returns:
         The gradient of the input, if the program was made for it, and those of each layer;
@@ -158,26 +173,27 @@ def backward(
     ]
     pairs = [*zip(parameters, program.outs, strict=True)]
     scales, shifts = ([_vector(own, out.channels) for own, out in pairs] for _ in range(2))
-    back = {}
+    back: dict[int, Shape] = {}
     if program.observes:
         back = {
-            n: Result(program.images, program.shapes[own.source])
+            n: program.shapes[own.source]
             for n, own in enumerate(program.segment.layers)
             if isinstance(own, Layer)
         }
     given = _given(program, parameters) | noise_given(parameters)
     given["dx"] = [0 if dx is None else dx.address]
     given["dy"] = {i: own.address for i, own in zip(outputs, held, strict=True)}
-    given["seen gradient"] = addresses_of(back)
     names = "of_weight", "of_scale", "of_shift"
     for name, own in zip(names, (weights, scales, shifts), strict=True):
         given[name] = [*map(Tensor.data_ptr, own)]
     given["of_weight lies last"] = [int(not own.is_contiguous()) for own in weights]
-    with program.memory.lock:
-        program.move(parameters)
-        _run(program, program.backward, kept, given)
-    if seen is not None:
-        seen += [own.take() for own in back.values()]
+    with _room(program.images, back) as seen:
+        given["seen gradient"] = {n: own.data_ptr() for n, own in seen.items()}
+        with program.memory.lock:
+            program.move(parameters)
+            _run(program, program.backward, kept, given)
+        if show is not None:
+            show([*seen.values()])
     found = map(Gradients, weights, scales, shifts)
     return (None if dx is None else dx.take()), [*found]
 

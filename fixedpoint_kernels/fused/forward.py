@@ -122,7 +122,7 @@ class Forward:
             return Given("x", 0)
         if self.segment.values[i].is_output:
             return Given("y", i)
-        if self.layout.observes and self.segment.takers(i):
+        if i in self.layout.shown:
             return Given("seen", i)
         if i in self.layout.gates:
             return self.layout.gates[i]

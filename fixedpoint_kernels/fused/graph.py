@@ -1,6 +1,7 @@
 """Parts of a network whose layers pass codes on: convolutions, batch norm, sums, activations, pooling."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -140,6 +141,11 @@ class Value:
         """Numbers of the earlier values of which it is the sum."""
         return tuple(i for i in (self.value, self.other_value) if i is not None)
 
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """The same: numbers of the values that it is made of."""
+        return self.values
+
 
 class _Made:
     """What is made of earlier values otherwise than as their sum."""
@@ -173,6 +179,11 @@ class Pooled(_Made):
     is_flat: bool = False
     is_square: bool = False
 
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """Numbers of the values that it is made of."""
+        return (self.source,)
+
 
 @dataclass(frozen=True)
 class Scaled(_Made):
@@ -189,6 +200,11 @@ class Scaled(_Made):
     is_output: bool = False
 
     is_flat: ClassVar[bool] = False
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """Numbers of the values that it is made of."""
+        return self.source, self.gate
 
 
 @dataclass(frozen=True)
@@ -208,6 +224,11 @@ class Joined(_Made):
     zeros: tuple[int, int] = (0, 0)
 
     is_flat: ClassVar[bool] = False
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """Numbers of the values that it is made of."""
+        return self.sources
 
 
 @dataclass(frozen=True)
@@ -366,15 +387,26 @@ class Segment:
         """Number of the value that each layer makes."""
         return {n: i for i, value in enumerate(self.values) for n in value.layers}
 
-    def takers(self, value: int) -> list[int]:
+    def takers(self, value: int) -> Sequence[int]:
         """Return the numbers of the layers that take a value's codes."""
-        layers = enumerate(self.layers)
-        return [n for n, own in layers if isinstance(own, Layer) and own.source == value]
+        return self._taken_by[Layer].get(value, ())
 
-    def norms(self, value: int) -> list[int]:
+    def norms(self, value: int) -> Sequence[int]:
         """Return the numbers of the batch norms of a value itself."""
-        layers = enumerate(self.layers)
-        return [n for n, own in layers if isinstance(own, Norm) and own.source == value]
+        return self._taken_by[Norm].get(value, ())
+
+    @cached_property
+    def _taken_by(self) -> dict[type, dict[int, list[int]]]:
+        """Numbers of the layers and values of each class that take a value, by its number."""
+        found: dict[type, dict[int, list[int]]] = {
+            own: {} for own in (Layer, Norm, Value, Pooled, Joined, Scaled)
+        }
+        for n, layer in enumerate(self.layers):
+            found[type(layer)].setdefault(layer.source, []).append(n)
+        for n, value in enumerate(self.values):
+            for source in dict.fromkeys(value.taken):
+                found[type(value)].setdefault(source, []).append(n)
+        return found
 
     @cached_property
     def normed(self) -> set[int]:
@@ -407,33 +439,25 @@ class Segment:
         assert isinstance(layer, Layer)
         return layer
 
-    def adders(self, value: int) -> list[int]:
+    def adders(self, value: int) -> Sequence[int]:
         """Return the numbers of the values to which a value is added."""
-        return [n for n, other in enumerate(self.values) if value in other.values]
+        return self._taken_by[Value].get(value, ())
 
-    def poolers(self, value: int) -> list[int]:
+    def poolers(self, value: int) -> Sequence[int]:
         """Return the numbers of the values that are pooled from a value."""
-        values = enumerate(self.values)
-        return [n for n, own in values if isinstance(own, Pooled) and own.source == value]
+        return self._taken_by[Pooled].get(value, ())
 
-    def joiners(self, value: int) -> list[int]:
+    def joiners(self, value: int) -> Sequence[int]:
         """Return the numbers of the values to which a value is joined."""
-        values = enumerate(self.values)
-        return [n for n, own in values if isinstance(own, Joined) and value in own.sources]
+        return self._taken_by[Joined].get(value, ())
 
-    def scalers(self, value: int) -> list[int]:
+    def scalers(self, value: int) -> Sequence[int]:
         """Return the numbers of the values that are scaled from a value, or of which it is the gate."""
-        values = enumerate(self.values)
-        return [
-            n for n, own in values if isinstance(own, Scaled) and value in (own.source, own.gate)
-        ]
+        return self._taken_by[Scaled].get(value, ())
 
     def users(self, value: int) -> int:
         """Return how many layers and values take a value."""
-        every = (
-            self.takers, self.norms, self.adders, self.poolers, self.joiners, self.scalers
-        )  # fmt: skip
-        return sum(len(of(value)) for of in every)
+        return sum(len(own.get(value, ())) for own in self._taken_by.values())
 
     @property
     def computed_again(self) -> set[int]:

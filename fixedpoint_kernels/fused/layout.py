@@ -106,6 +106,11 @@ class Layout:
     ) -> None:
         self.segment, self.images, self.path, self.threads = segment, images, path, threads
         self.needs_input, self.needs_weights, self.observes = needs_input, needs_weights, observes
+        self.shown = [
+            i
+            for i, value in enumerate(segment.values)
+            if observes and not value.is_output and segment.takers(i)
+        ]
         self.shapes = {i: Shape(*found) for i, found in segment.sizes(size).items()}
         self.outs = [self.shapes[segment.made_by[n]] for n in range(len(segment.layers))]
         self.kept_bytes = 0

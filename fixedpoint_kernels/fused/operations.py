@@ -218,14 +218,16 @@ def table(operations: list[Operation]) -> tuple[np.ndarray, np.ndarray, Addresse
     work: list[tuple[int, int, int]] = []
     given: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for k, op in enumerate(operations):
+        row = [0] * f.COUNT
         for place, number in op.numbers.items():
-            if isinstance(number, Kept):
+            if isinstance(number, int):  # most are
+                row[place] = number
+            elif isinstance(number, Kept):
                 kept.append((k, place, number.offset))
             elif isinstance(number, Given):
                 given.setdefault((number.name, number.number), []).append((k, place))
-            elif isinstance(number, Buffer):
-                work.append((k, place, number.offset))
             else:
-                rows[k, place] = number
+                work.append((k, place, number.offset))
+        rows[k] = row
     kept_at, work_at = (np.array(own, np.int64).reshape(-1, 3).T for own in (kept, work))
     return rows, reals, Addresses(kept_at, work_at, Cells(given))

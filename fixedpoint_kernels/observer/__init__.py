@@ -12,7 +12,7 @@ from fixedpoint_kernels.observer.reference import MAGNITUDES
 from fixedpoint_kernels.operators import kernels_for
 from fixedpoint_kernels.strides import laid, memory_order
 
-__all__ = ["MAGNITUDES", "mask_and_observe", "round_and_observe"]
+__all__ = ["MAGNITUDES", "mask_and_observe", "observe", "round_and_observe"]
 
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
 kernels_of = kernels_for("observer")
@@ -38,20 +38,25 @@ def round_and_observe(x: Tensor, fmt: FixedPoint | None) -> tuple[Tensor, Tensor
         TypeError: ``x`` is not such a tensor, or does not lie in memory; ``fmt`` is no format.
         ValueError: ``x`` is empty, or its storage was freed.
     """
-    _check(x, "x")
-    if fmt is not None and not isinstance(fmt, FixedPoint):
-        raise TypeError(f"the format must be a FixedPoint or None, got {type(fmt).__name__}")
-    if not x.numel():
-        raise ValueError(f"the observer needs values, got a tensor of shape {tuple(x.shape)}")
-    given, x = x, in_memory(x)
-    order = memory_order(x)
-    values = x.detach() if order or x.is_contiguous() else x.detach().contiguous()
-    y = None if fmt is None else torch.empty_like(values)
-    ste_mask = torch.empty_like(values, dtype=torch.uint8)
-    counts, sums = kernels_of(x).observe(
-        laid(values, order), None if y is None else laid(y, order), laid(ste_mask, order), fmt
-    )
-    return (given if y is None else y), ste_mask, counts, sums
+    y, ste_mask, counts, sums = _observe(x, fmt, writes=fmt is not None)
+    return (x if y is None else y), ste_mask, counts, sums
+
+
+def observe(x: Tensor, fmt: FixedPoint | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Measure values that are rounded elsewhere: ``round_and_observe`` without the rounded values.
+
+    Args:
+        x: As there.
+        fmt: As there.
+
+    Returns:
+        ``ste_mask``, counts and sums, as there.
+
+    Raises:
+        TypeError: As there.
+        ValueError: As there.
+    """
+    return _observe(x, fmt, writes=False)[1:]
 
 
 def mask_and_observe(grad: Tensor, ste_mask: Tensor, *, clip: bool) -> tuple[Tensor, Tensor]:
@@ -89,6 +94,26 @@ def mask_and_observe(grad: Tensor, ste_mask: Tensor, *, clip: bool) -> tuple[Ten
         laid(grad, order), laid(ste_mask, order), None if out is None else laid(out, order)
     )
     return (given if out is None else out), squares
+
+
+def _observe(
+    x: Tensor, fmt: FixedPoint | None, *, writes: bool
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+    """Return what values are rounded to, where that is written; the mask, counts and sums."""
+    _check(x, "x")
+    if fmt is not None and not isinstance(fmt, FixedPoint):
+        raise TypeError(f"the format must be a FixedPoint or None, got {type(fmt).__name__}")
+    if not x.numel():
+        raise ValueError(f"the observer needs values, got a tensor of shape {tuple(x.shape)}")
+    x = in_memory(x)
+    order = memory_order(x)
+    values = x.detach() if order or x.is_contiguous() else x.detach().contiguous()
+    y = torch.empty_like(values) if writes else None
+    ste_mask = torch.empty_like(values, dtype=torch.uint8)
+    counts, sums = kernels_of(x).observe(
+        laid(values, order), None if y is None else laid(y, order), laid(ste_mask, order), fmt
+    )
+    return y, ste_mask, counts, sums
 
 
 def _check(x: Tensor, name: str) -> None:

@@ -60,8 +60,8 @@ def _each_vector(call, at, sums, count):
 def _observe_vectors(_context, x, y, ste_mask, at, vectors, number, sums):
     """Round and mask ``vectors`` times ``_LANES`` elements from ``at`` on.
 
-    x and y (n,) float32, y or number None; ste_mask (n,) uint8; number: see ``_number``; sums
-    (3, _LANES) float32: smallest value, squares and values clamped, are added to.
+    x and y (n,) float32, y None: not written; ste_mask (n,) uint8; number: see ``_number``, None: not
+    rounded; sums (3, _LANES) float32: smallest value, squares and values clamped, are added to.
     """
     signature = types.void(x, y, ste_mask, at, vectors, number, sums)
 
@@ -71,13 +71,14 @@ def _observe_vectors(_context, x, y, ste_mask, at, vectors, number, sums):
             values = Vector.load(builder, pointer(0), _LANES)
             zero = values.constant(0.0)
             outside = values.is_nan().constant(0)  # nowhere
-            if y != types.none:
+            if number != types.none:
                 parts = cgutils.unpack_tuple(builder, args[5])
                 scale, lsb, low, high = (Vector.splat(builder, part, _LANES) for part in parts)
                 codes = (values * scale).rint() + 0.0  # -0.0 becomes 0.0
                 under, over = codes < low, codes > high
                 outside = under | over
-                (over.where(high, under.where(low, codes)) * lsb).store(pointer(1))
+                if y != types.none:
+                    (over.where(high, under.where(low, codes)) * lsb).store(pointer(1))
             inside = (~outside).converted(I8)
             nonzero = ((values < zero) | (values > zero) | values.is_nan()).converted(I8)
             counted = inside & nonzero
@@ -120,16 +121,17 @@ def _observe_gradient_vectors(_context, grad, ste_mask, out, at, vectors, sums):
 
 @inner
 def _observe_part(x, y, ste_mask, begin, vectors, number, sums):
-    """Observe whole vectors; y: address, or 0; number: address of float32, see ``_number``."""
+    """Observe whole vectors; y: address, or 0; number: address of float32, see ``_number``, or 0."""
+    if not number:
+        _observe_vectors(x, None, ste_mask, begin, vectors, None, sums)
+        return
+    own = view(number, 4, np.float32)
+    parts = own[0], own[1], own[2], own[3]
     if y:
-        own, rounded = (
-            view(number, 4, np.float32),
-            view(y, x.size, np.float32),
-        )
-        parts = own[0], own[1], own[2], own[3]
+        rounded = view(y, x.size, np.float32)
         _observe_vectors(x, rounded, ste_mask, begin, vectors, parts, sums)
     else:
-        _observe_vectors(x, None, ste_mask, begin, vectors, None, sums)
+        _observe_vectors(x, None, ste_mask, begin, vectors, parts, sums)
 
 
 @inner
@@ -184,7 +186,7 @@ def observe_task(x, y, ste_mask, number, counts, sums, size, task):
         x: Address of float32.
         y: Of float32 for the rounded values, or 0.
         ste_mask: Of uint8.
-        number: Of float32, see ``_number``.
+        number: Of float32, see ``_number``, or 0: not rounded.
         counts: Of (tasks, MAGNITUDES) int64, 0.
         sums: Of (tasks, 3) float64.
         size: How many elements there are.
@@ -265,15 +267,13 @@ def observe(
 ) -> tuple[Tensor, Tensor]:
     """See ``fixedpoint_kernels.observer.reference.observe``."""
     size, tasks = x.numel(), (x.numel() + _TASK - 1) // _TASK
-    counts, sums, number = (
-        np.zeros((tasks, MAGNITUDES), np.int64),
-        np.empty((tasks, 3)),
-        _number(fmt),
-    )
+    counts, sums = np.zeros((tasks, MAGNITUDES), np.int64), np.empty((tasks, 3))
+    number = None if fmt is None else _number(fmt)
     source, rounded = _as_float32(x), None if y is None else _room(y)
     _OBSERVE[is_parallel(size)](
         *(source.data_ptr(), 0 if rounded is None else rounded.data_ptr(), ste_mask.data_ptr()),
-        *(number.ctypes.data, counts.ctypes.data, sums.ctypes.data, size, tasks),
+        0 if number is None else number.ctypes.data,
+        *(counts.ctypes.data, sums.ctypes.data, size, tasks),
     )
     if y is not None and rounded is not None and rounded is not y:
         y.copy_(rounded)
@@ -305,7 +305,6 @@ def _room(out: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _number(fmt: FixedPoint | None) -> np.ndarray:
+def _number(fmt: FixedPoint) -> np.ndarray:
     """Return scale, lsb, and the smallest and largest code, float32."""
-    numbers = () if fmt is None else (fmt.scale, fmt.lsb, *float_bounds(fmt))
-    return np.array(numbers, np.float32)
+    return np.array((fmt.scale, fmt.lsb, *float_bounds(fmt)), np.float32)

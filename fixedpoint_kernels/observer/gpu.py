@@ -18,7 +18,7 @@ _BINS = 512  # above MAGNITUDES; the last one takes what is no element
 @jit
 def _observe_kernel(
     x_ptr,  # (n,) float32, bfloat16 or float16
-    y_ptr,  # (n,) the same; x_ptr where ROUNDS is false
+    y_ptr,  # (n,) the same; x_ptr where WRITES is false
     ste_mask_ptr,  # (n,) uint8
     n,
     scale,
@@ -28,6 +28,7 @@ def _observe_kernel(
     counts_ptr,  # (MAGNITUDES,) int64
     sums_ptr,  # (programs, 3) float32: smallest value, squares, values clamped
     ROUNDS: tl.constexpr,
+    WRITES: tl.constexpr,
     MAGNITUDES: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -39,10 +40,11 @@ def _observe_kernel(
     if ROUNDS:
         codes = codes_of(x, 0.0, scale, False)
         outside = (codes < low) | (codes > high)
-        y = saturate(codes, low, high) * lsb
-        if y_ptr.dtype.element_ty == tl.bfloat16:
-            y = _to_bfloat16(y)
-        tl.store(y_ptr + offsets, y, mask=mask)
+        if WRITES:
+            y = saturate(codes, low, high) * lsb
+            if y_ptr.dtype.element_ty == tl.bfloat16:
+                y = _to_bfloat16(y)
+            tl.store(y_ptr + offsets, y, mask=mask)
     inside = (outside == 0).to(tl.uint8)
     counted = inside * (x != 0.0).to(tl.uint8)
     tl.store(ste_mask_ptr + offsets, inside + 2 * counted, mask=mask)
@@ -95,7 +97,8 @@ def observe(
         *numbers,
         counts,
         sums,
-        ROUNDS=y is not None,
+        ROUNDS=fmt is not None,
+        WRITES=y is not None,
         MAGNITUDES=MAGNITUDES,
         BINS=_BINS,
         BLOCK=_BLOCK,

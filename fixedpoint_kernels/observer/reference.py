@@ -21,17 +21,17 @@ def observe(
 
     Args:
         x: Values.
-        y: Where to write what they are rounded to; None as ``fmt`` is.
+        y: Where to write what they are rounded to; None: nowhere.
         ste_mask: Where to write the mask, uint8.
-        fmt: The format.
+        fmt: The format; None: they are not rounded, and ``y`` is None.
 
     Returns:
         Counts and sums.
     """
     values = x.detach().float()
     inside = torch.ones_like(values, dtype=torch.bool)
-    if fmt is not None and y is not None:
-        quantize(x, y, inside, fmt, "nearest", _NO_NOISE)
+    if fmt is not None:
+        quantize(x, torch.empty_like(x) if y is None else y, inside, fmt, "nearest", _NO_NOISE)
     ste_mask.copy_(inside + 2 * (inside & (values != 0)))
     parts = _widened(values.amin()), _widened(values.square()).sum(), _widened((~inside).sum())
     return _magnitudes(values), torch.stack(parts)

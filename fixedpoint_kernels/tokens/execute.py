@@ -1,6 +1,8 @@
 """Running a program on tensors."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -31,7 +33,7 @@ def forward(
     parameters: Sequence[Parameters],
     counts: list[tuple[int, int]] | None = None,
     stamp: Stamp | None = None,
-    seen: dict[int, Tensor] | None = None,
+    show: Callable[[Mapping[int, Tensor]], None] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Run a segment forward.
 
@@ -43,33 +45,50 @@ def forward(
             met one.
         stamp: Of the weights: where the program was run forward with this object before, they are not looked at; None: they are
             laid out.
-        seen: Of a program that observes: takes the values that linear layers take, by their number.
+        show: Of a program that observes: takes the values that linear layers take, by their number; when it
+            returns, others may write there.
 
     Returns:
         The values that leave the segment, float32, contiguous; and what backward needs, uint8.
     """
     held = [x.detach().contiguous() for x in xs]
     kept = program.memory.lend(program.kept_bytes + 64)  # kernels read behind it
+    places, widths = xs[0].shape[:-1], program.widths
     outputs = {
-        v: torch.empty(*xs[0].shape[:-1], program.widths[v], dtype=torch.float32, device="cpu")
-        for v in {*program.segment.outputs} | program.shown
+        v: torch.empty(*places, widths[v], dtype=torch.float32, device="cpu")
+        for v in program.segment.outputs
     }
     given: dict[str, Numbers] = {**_given(program, parameters)}
     given["x"] = [*map(Tensor.data_ptr, held)]
-    given["y"] = {v: y.data_ptr() for v, y in outputs.items()}
-    with program.memory.lock, Scratch(program.work_bytes) as (_, work):
-        program.clamped[:] = 0
-        moved = program.move(parameters)
-        if moved or stamp is None or stamp is not program.stamp:
-            program.stamp = None
-            _pack(program, program.pack, given, work)
-            program.stamp = stamp
-        _run(program, program.forward, kept, given, work)
-        if counts is not None:
-            counts += [(n & _CLAMPED, n >> NAN_BIT) for n in program.clamped.sum(1).tolist()]
-    if seen is not None:
-        seen |= dict(enumerate(held)) | outputs
+    with _room(places, {v: widths[v] for v in program.shown - outputs.keys()}) as others:
+        given["y"] = {v: y.data_ptr() for v, y in (outputs | others).items()}
+        with program.memory.lock, Scratch(program.work_bytes) as (_, work):
+            program.clamped[:] = 0
+            moved = program.move(parameters)
+            if moved or stamp is None or stamp is not program.stamp:
+                program.stamp = None
+                _pack(program, program.pack, given, work)
+                program.stamp = stamp
+            _run(program, program.forward, kept, given, work)
+            if counts is not None:
+                counts += [(n & _CLAMPED, n >> NAN_BIT) for n in program.clamped.sum(1).tolist()]
+        if show is not None:
+            show(dict(enumerate(held)) | outputs | others)
     return [outputs[v] for v in program.segment.outputs], kept
+
+
+@contextmanager
+def _room(places: Sequence[int], widths: Mapping[int, int]) -> Iterator[dict[int, Tensor]]:
+    """Yield values that nobody reads later, float32, by place and width, by the numbers of their widths."""
+    if not widths:
+        yield {}
+        return
+    rows = math.prod(places)
+    sizes = [-(rows * width // -16) * 16 for width in widths.values()]  # whole lines
+    with Scratch(4 * sum(sizes)) as (memory, _):
+        parts = torch.from_numpy(memory).view(torch.float32).split(sizes)
+        pairs = zip(widths.items(), parts, strict=True)
+        yield {v: own[: rows * width].view(*places, width) for (v, width), own in pairs}
 
 
 def _pack(program: Program, own: Packing, given: GivenNumbers, work: int) -> None:
@@ -85,7 +104,7 @@ def backward(
     kept: Tensor,
     parameters: Sequence[Parameters],
     grads: Sequence[Tensor],
-    seen: dict[int, Tensor] | None = None,
+    show: Callable[[Mapping[int, Tensor]], None] | None = None,
 ) -> tuple[list[Tensor | None], list[Pair]]:
     """Run a segment backward.
 
@@ -94,7 +113,8 @@ def backward(
         kept: What ``forward`` returned.
         parameters: As of ``forward``.
         grads: Of the outputs.
-        seen: Of a program that observes: takes the gradient of what each linear layer took, by the operation's number.
+        show: Of a program that observes: takes the gradient of what each linear layer took, by the operation's number,
+            as of ``forward``.
 
     Returns:
         The gradients of what came in, where the program was made for them; and for each operation
@@ -115,22 +135,21 @@ def backward(
     given: dict[str, Numbers] = {**_given(program, parameters)}
     given["dx"] = [0 if dx is None else dx.data_ptr() for dx in dxs]
     given["dy"] = {v: grad.data_ptr() for v, grad in pairs}
-    back: dict[int, Tensor] = {}
-    if program.observes:
-        shape = held[0].shape[:-1]
-        for i, op in enumerate(program.segment.operations):
-            if isinstance(op, Linear):
-                back[i] = torch.empty(*shape, op.shape[1], dtype=torch.float32, device="cpu")
-    given["seen gradient"] = {i: own.data_ptr() for i, own in back.items()}
-    with program.memory.lock, Scratch(program.work_bytes) as (_, work):
-        if program.move(parameters):  # another call had other formats by channel
-            program.stamp = None
-        _pack(program, program.pack_turned, given, work)  # other calls may have had other weights
-        _run(program, program.backward, kept, given, work)
-        found_weights = _weights(program, kept, work)
-        sums = torch.from_numpy(program.partial.sum(0, dtype=np.float64).astype(np.float32))
-    if seen is not None:
-        seen |= back
+    operations = enumerate(program.segment.operations if program.observes else ())
+    back = {i: op.shape[1] for i, op in operations if isinstance(op, Linear)}
+    with _room(held[0].shape[:-1], back) as seen:
+        given["seen gradient"] = {i: own.data_ptr() for i, own in seen.items()}
+        with program.memory.lock, Scratch(program.work_bytes) as (_, work):
+            if program.move(parameters):  # another call had other formats by channel
+                program.stamp = None
+            _pack(
+                program, program.pack_turned, given, work
+            )  # other calls may have had other weights
+            _run(program, program.backward, kept, given, work)
+            found_weights = _weights(program, kept, work)
+            sums = torch.from_numpy(program.partial.sum(0, dtype=np.float64).astype(np.float32))
+        if show is not None:
+            show(seen)
     rows, widths = sums[: program.partial_width], program.partial_widths
     pieces = iter(torch.split_with_sizes_copy(rows, widths))  # pyright: ignore[reportCallIssue, reportArgumentType]: torch says it returns None
     found: list[Pair] = []

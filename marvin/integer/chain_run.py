@@ -310,10 +310,10 @@ class _Chain(torch.autograd.Function):
         program = run.program(x, ctx.needs_input_grad[0], ctx.needs_input_grad[3 : 3 + count])
         own = _own(parameters, noise, run.shifts)
         run.track(own)
-        seen: dict[int, Tensor] = {}
-        outputs, kept = execute.forward(program, x, own, seen)
+        ctx.observers = []
+        show = (lambda seen: ctx.observers.extend(run.show(seen))) if program.observes else None
+        outputs, kept = execute.forward(program, x, own, show)
         run.note(program, x)
-        ctx.observers = run.show(seen) if program.observes else []
         ctx.save_for_backward(kept, *parameters)
         ctx.program, ctx.noise, ctx.shifts = program, noise, run.shifts
         return tuple(lies_as(y, x) for y in outputs)
@@ -327,13 +327,15 @@ class _Chain(torch.autograd.Function):
         from fixedpoint_kernels.fused import execute
 
         kept, *parameters = ctx.saved_tensors
-        seen: list[Tensor] = []
         own = _own(parameters, ctx.noise, ctx.shifts)
-        dx, found = execute.backward(ctx.program, kept, own, grads, seen)
-        layers = ctx.program.segment.products if ctx.observers else ()
-        for layer, observe, grad in zip(layers, ctx.observers, seen, strict=True):
-            if observe is not None:
-                observe(_taken(grad, layer))
+
+        def show(seen: Sequence[Tensor]) -> None:
+            layers = ctx.program.segment.products
+            for layer, observe, grad in zip(layers, ctx.observers, seen, strict=True):
+                if observe is not None:
+                    observe(_taken(grad, layer))
+
+        dx, found = execute.backward(ctx.program, kept, own, grads, show if ctx.observers else None)
         ways = [dx, None, None, *(own.weight for own in found)]
         ways += [*(own.scale for own in found), *(own.shift for own in found)]
         needed = zip(ways, ctx.needs_input_grad, strict=True)

@@ -146,12 +146,16 @@ def _forward(
     wanted = needed[:count], needed[count::2], observes
     program = _program_of(run.programs, segment, xs[0], *wanted)
     counts: list[tuple[int, int]] = []
-    seen: dict[int, Tensor] = {}
+    observers: dict[int, Callable[[Tensor], None]] = {}
+
+    def show(seen: Mapping[int, Tensor]) -> None:
+        if not any(nans for _, nans in counts):  # else layers run alone, and show it
+            observers.update(_show(segment, drawn, seen))
+
     own = _parameters_of(segment, parameters, drawn)
-    outputs, kept = execute.forward(program, xs, own, counts, run.stamp, seen)
+    outputs, kept = execute.forward(program, xs, own, counts, run.stamp, show if observes else None)
     run.note(segment, xs, counts)
-    met_nan = any(nans for _, nans in counts)  # then layers run alone, and show it
-    return _Made(program, kept, outputs, {} if met_nan else _show(segment, drawn, seen))
+    return _Made(program, kept, outputs, observers)
 
 
 def _show(
@@ -195,10 +199,12 @@ class _Tokens(torch.autograd.Function):
 
         kept, *parameters = ctx.saved_tensors
         own = _parameters_of(ctx.program.segment, parameters, ctx.drawn)
-        seen: dict[int, Tensor] = {}
-        dxs, found = execute.backward(ctx.program, kept, own, grads, seen)
-        for i, observe in ctx.observers.items():
-            observe(seen[i])
+
+        def show(seen: Mapping[int, Tensor]) -> None:
+            for i, observe in ctx.observers.items():
+                observe(seen[i])
+
+        dxs, found = execute.backward(ctx.program, kept, own, grads, show)
         back = [None, None, None, *dxs, *(way for pair in found for way in pair)]
         pairs = zip(back, ctx.needs_input_grad, strict=True)
         return tuple(way if needed else None for way, needed in pairs)

@@ -13,7 +13,12 @@ from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels._torch_private.modes import unseen_in_checkpoints
 from fixedpoint_kernels._torch_private.tensors import foreach_abs, foreach_clamp_min_, foreach_sub
 from fixedpoint_kernels.norms import norms_many
-from fixedpoint_kernels.observer import MAGNITUDES, mask_and_observe, round_and_observe
+from fixedpoint_kernels.observer import (
+    MAGNITUDES,
+    mask_and_observe,
+    observe,
+    round_and_observe,
+)
 from marvin.policies.ranges import Range, integer_bits_of
 from marvin.ranks import ALONE, Processes
 from marvin.shards import Shard, accumulate_dtype, spread, whole_norms
@@ -174,7 +179,7 @@ class Observer:
             What measures the gradient of that input, as it comes back, once.
         """
         sums = self.sums = self.sums or Sums()
-        _, ste_mask, counts, scalars = round_and_observe(x.detach(), fmt)
+        ste_mask, counts, scalars = observe(x.detach(), fmt)
         with unseen_in_checkpoints():
             sums.add(counts, scalars)
 

@@ -12,6 +12,7 @@ from fixedpoint_kernels.observer import (
     cpu,
     gpu,
     mask_and_observe,
+    observe,
     reference,
     round_and_observe,
 )
@@ -46,6 +47,20 @@ def test_kernels_equal_the_reference(n, fmt, dtype, device):
     x = 5 * torch.randn(n)
     x[::3] = -0.0
     assert_same_observations(x.to(dtype), fmt, device)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("n", [1, 65, 16_385])
+def test_values_that_are_rounded_elsewhere_are_measured_alike(n, fmt, dtype, device):
+    x = (5 * torch.randn(n)).to(dtype)
+    for actual, expected in zip(observe(x, fmt), round_and_observe(x, fmt)[1:], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    for own, place in ((reference, "cpu"), (gpu, device)):
+        _, expected, *_ = observed(own, x, fmt, place)
+        ste_mask = torch.empty(n, dtype=torch.uint8, device=place)
+        own.observe(x.to(place), None, ste_mask, fmt)
+        torch.testing.assert_close(ste_mask.cpu(), expected, rtol=0, atol=0)
 
 
 @settings(max_examples=50 * settings().max_examples // 100)

@@ -382,6 +382,21 @@ def test_chains_show_the_policy_what_layers_do():
     nearly_the_same(found, expected)
 
 
+def test_what_is_shown_to_the_policy_takes_no_new_memory(monkeypatch):
+    from fixedpoint_kernels import scratch
+
+    model, _ = make()
+    for _ in range(2):
+        observe(model)
+    taken, own = [], scratch.new_bytes
+    monkeypatch.setattr(
+        scratch, "new_bytes", lambda size, *kind: taken.append(size) or own(size, *kind)
+    )
+    found, _ = observe(model)
+    assert len(found) == CHAINED
+    assert taken == []
+
+
 def saved(model, optimizer):
     """Save both, and return what loads that into others."""
     file = io.BytesIO()

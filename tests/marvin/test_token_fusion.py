@@ -930,6 +930,21 @@ def test_nothing_is_shown_twice_where_a_chain_meets_nan():
         assert sum(found[i].counts) == sum(own.counts)
 
 
+def test_what_is_shown_to_the_policy_takes_no_new_memory(monkeypatch):
+    from fixedpoint_kernels import scratch
+
+    model, _, _ = twins()
+    for _ in range(2):
+        observe(model, *batch(3))
+    taken, own = [], scratch.new_bytes
+    monkeypatch.setattr(
+        scratch, "new_bytes", lambda size, *kind: taken.append(size) or own(size, *kind)
+    )
+    found, _ = observe(model, *batch(3))
+    assert found
+    assert taken == []
+
+
 def test_resume_changes_no_bit():
     model, optimizer = make()
     train(model, optimizer, 4)
