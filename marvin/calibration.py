@@ -22,7 +22,7 @@ from fixedpoint_kernels.undo import all_or_nothing
 from marvin.attention import spell_attention
 from marvin.channels import ChannelFormat
 from marvin.compiled import check_uncompiled
-from marvin.conversion import argument_names, prepare
+from marvin.conversion import argument_names, prepared
 from marvin.freezing import thaw
 from marvin.hooks import rounders_of, see_what_is_rounded
 from marvin.layers import computed_weights, is_layer
@@ -139,7 +139,7 @@ def calibrate(
     carried = {m: r.formats(m) for m in found.modules() for r in rounders_of(m)}
     if not any(formats.rounds or any(formats.weights) for formats in carried.values()):
         found = spell_attention(found)
-        prepare(found)
+        prepared(found)
         lengths = int(bits or 8), int(weight_bits or bits or 8)
         _fix(found, batches, lengths, (estimator, per_channel))
     else:

@@ -23,7 +23,7 @@ from marvin.rounder import ForwardState, Rounder, channels_of
 from marvin.straight_through import StraightThrough
 from marvin.wrappers import unwrapped
 
-__all__ = ["argument_names", "prepare", "quantize_activations"]
+__all__ = ["argument_names", "prepare", "prepared", "quantize_activations"]
 
 _Item = str | type[nn.Module] | nn.Module
 _Choice = Iterable[_Item] | _Item | None
@@ -139,11 +139,19 @@ def prepare(
     """
     check_model(model, "prepare(model)")
     check_uncompiled(model, "prepare(model)")
+    return prepared(model, include=include, exclude=exclude, is_awaited=True)
+
+
+def prepared(
+    model: nn.Module, *, include: _Choice = None, exclude: _Choice = None, is_awaited: bool = False
+) -> QuantizedActivations:
+    """Do as ``prepare``; ``is_awaited``: whether a state is to bring the formats."""
     with all_or_nothing(model.modules()):
         handle = _attached(model, ForwardState(), include, exclude)
         for entry in handle.entries:
-            own = len(channels_of(entry.module))
-            entry.rounder.write(entry.module, ModuleFormats(weights=(None,) * own))
+            own = (None,) * len(channels_of(entry.module))
+            formats = ModuleFormats(weights=own, is_awaited=is_awaited)
+            entry.rounder.write(entry.module, formats)
         return handle
 
 

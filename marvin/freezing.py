@@ -19,7 +19,7 @@ from fixedpoint_kernels.rounding.reference import float_bounds, power
 from marvin.attention import Attention, Encoder, EncoderLayer
 from marvin.channels import ChannelFormat
 from marvin.compiled import is_traced
-from marvin.conversion import prepare
+from marvin.conversion import prepared
 from marvin.hooks import Saving, Unscripted, give_place, rounders_of, take_place
 from marvin.layers import computed_weights
 from marvin.model_formats import ModuleFormats, decode_formats
@@ -127,7 +127,7 @@ def thaw(model: nn.Module) -> nn.Module:
     if not any(any(hooks_of(module, FrozenRounding)) for module in model.modules()):
         return model
     carried = frozen_formats(model)
-    prepare(model, include=[*carried])
+    prepared(model, include=[*carried])
     for module in model.modules():
         take_place(module, FrozenRounding)
         remove_hooks(module, _Loading)

@@ -18,8 +18,9 @@ from fixedpoint_kernels._torch_private.modules import (
     saves_by_itself,
 )
 from fixedpoint_kernels.watch import KEPT, has_own_forward
-from marvin.model_formats import decode_formats
+from marvin.model_formats import decode_formats, no_longer_awaited
 from marvin.rounder import BUFFER, ForwardState, Rounder
+from marvin.warned import listed, warn_user
 
 __all__ = [
     "Saving",
@@ -73,7 +74,10 @@ class _Inputs(_Hook):
                 "a model whose modules torch.ao replaces must be one for inference, got one that trains: "
                 "give it marvin.freeze(model)"
             )
-        return self.rounder.round_inputs(module, args, kwargs)
+        own = self.rounder
+        if own.is_root and not (module.training or own.state.is_complete):
+            _name_awaited(module, own.state)
+        return own.round_inputs(module, args, kwargs)
 
 
 class _Outputs(_Hook):
@@ -82,14 +86,15 @@ class _Outputs(_Hook):
 
 
 class _Loading(_Hook):
-    """Refuses numbers that are no formats; where a state has none, those of the module stay."""
+    """Refuses numbers that are no formats; where a state has none, those of the module stay, and are awaited no more."""
 
     def __call__(self, module: nn.Module, state: StateDict, prefix: str, *rest: Any) -> None:
         errors: list[str] = rest[-1]
         own = getattr(module, BUFFER)
         loaded = state.setdefault(prefix + BUFFER, own.detach().clone())
         try:
-            decode_formats(loaded, prefix + BUFFER)
+            if decode_formats(loaded, prefix + BUFFER).is_awaited:
+                state[prefix + BUFFER] = no_longer_awaited(loaded)
         except ValueError as error:
             errors.append(str(error))
 
@@ -154,6 +159,25 @@ def state_of(model: nn.Module) -> ForwardState | None:
     """Return what a model's modules share; None where activations are not quantised."""
     found = (rounder.state for module in model.modules() for rounder in rounders_of(module))
     return next(found, None)
+
+
+def _name_awaited(model: nn.Module, state: ForwardState) -> None:
+    """Warn once of modules that still await formats beside others that got some: they compute in float32."""
+    awaited = {
+        rounder.name: rounder.formats(module).is_awaited
+        for module in model.modules()
+        for rounder in rounders_of(module)
+        if not getattr(module, BUFFER).is_meta
+    }
+    if all(awaited.values()):
+        return  # no state has been loaded yet
+    state.is_complete = True
+    if names := [name for name, own in awaited.items() if own and name]:
+        warn_user(
+            f"modules have got no formats, so they compute in float32 beside others that have some: {listed(names)}; "
+            "load a state that has them by load_state_dict, or leave these out by marvin.prepare(model, exclude=...); "
+            'of what accelerate puts on "disk", it loads them with offload_buffers=True alone'
+        )
 
 
 @cache

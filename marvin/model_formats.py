@@ -15,11 +15,12 @@ from marvin.rounding import Format
 from marvin.shards import is_sharded
 from marvin.straight_through import StraightThrough
 
-__all__ = ["ModuleFormats", "decode_formats", "encode_formats"]
+__all__ = ["ModuleFormats", "decode_formats", "encode_formats", "no_longer_awaited"]
 
 _VERSION = 1
 _ROW = 5  # kind, wl, fl, flags, number of shifts
 _FLOAT, _FIXED, _BLOCK, _CHANNELS = range(4)
+_IDENTITY, _STOCHASTIC, _AWAITED = 1, 2, 4  # flags
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class ModuleFormats:
         weights: Of the module's own parameters, in their order.
         ste: See ``marvin.fake_quantize``.
         eval_rounding: How activations are rounded in eval mode.
+        is_awaited: Whether they are those of ``marvin.prepare``, and no state has been loaded since.
     """
 
     inputs: Format | None = None
@@ -43,6 +45,7 @@ class ModuleFormats:
     weights: tuple[Format | None, ...] = ()
     ste: StraightThrough = "clip"
     eval_rounding: Rounding = "nearest"
+    is_awaited: bool = False
 
     @property
     def rounds(self) -> bool:
@@ -60,7 +63,9 @@ def encode_formats(formats: ModuleFormats, channels: Sequence[int]) -> Tensor:
     Returns:
         int32 on the CPU, 1-d; as long for other formats of the same module.
     """
-    flags = (formats.ste == "identity") | (formats.eval_rounding == "stochastic") << 1
+    flags = _IDENTITY * (formats.ste == "identity")
+    flags |= _STOCHASTIC * (formats.eval_rounding == "stochastic")
+    flags |= _AWAITED * formats.is_awaited
     rows = [_VERSION, flags, len(formats.weights)]
     for fmt in (formats.inputs, formats.outputs, formats.gradients, formats.samples):
         rows += _row(fmt, 0)
@@ -69,8 +74,14 @@ def encode_formats(formats: ModuleFormats, channels: Sequence[int]) -> Tensor:
         rows += _row(fmt, room)
         own = fmt.shifts if isinstance(fmt, ChannelFormat) else ()
         shifts += [*own, *[0] * (room - len(own))]
-    numbers = np.array([*rows, *shifts], np.int32)
-    return torch.from_numpy(np.append(numbers, _checksum(numbers)))
+    return _signed(np.array([*rows, *shifts], np.int32))
+
+
+def no_longer_awaited(numbers: Tensor) -> Tensor:
+    """Return whole formats as those that a state has brought; see ``ModuleFormats``."""
+    own = numbers.detach().cpu().numpy()[:-1].copy()
+    own[1] &= ~_AWAITED
+    return _signed(own).to(numbers.device)
 
 
 def decode_formats(numbers: Tensor, name: str) -> ModuleFormats:
@@ -113,10 +124,11 @@ def decode_formats(numbers: Tensor, name: str) -> ModuleFormats:
         shifts = rest[first : first + room]
         first += room
         found.append(_format(kind, wl, fl, bits, shifts))
-    ste: StraightThrough = "identity" if flags & 1 else "clip"
-    rounding: Rounding = "stochastic" if flags & 2 else "nearest"
+    ste: StraightThrough = "identity" if flags & _IDENTITY else "clip"
+    rounding: Rounding = "stochastic" if flags & _STOCHASTIC else "nearest"
     inputs, outputs, gradients, samples, *own = found
-    return ModuleFormats(inputs, outputs, gradients, samples, tuple(own), ste, rounding)
+    is_awaited = bool(flags & _AWAITED)
+    return ModuleFormats(inputs, outputs, gradients, samples, tuple(own), ste, rounding, is_awaited)
 
 
 def _row(fmt: Format | None, room: int) -> list[int]:
@@ -135,6 +147,10 @@ def _format(kind: int, wl: int, fl: int, flags: int, shifts: list[int]) -> Forma
         return BlockFloat(wl)
     fmt = FixedPoint(wl, fl, bool(flags & 1), bool(flags & 2))
     return ChannelFormat(fmt, tuple(shifts)) if kind == _CHANNELS else fmt
+
+
+def _signed(numbers: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.append(numbers, _checksum(numbers)))
 
 
 def _checksum(numbers: np.ndarray) -> np.int32:

@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class ForwardState:
         samples: How many went forward in training since the optimizer last asked, as the model's first module tells.
         first: The first module that was called since, and how many samples it tells: where the other was not called.
         waiting: Names of modules that round and were not called yet.
+        is_complete: Whether no module awaits formats, or it was told which do.
     """
 
     def __init__(self, seed: int = 0, rounding: Rounding = "stochastic") -> None:
@@ -64,6 +65,7 @@ class ForwardState:
         self.forwards = self.gradients = self.samples = 0
         self.first: tuple[str, int] | None = None
         self.waiting: set[str] = set()
+        self.is_complete = False
         self._rounded: dict[int, tuple[weakref.ref[Tensor], Format, int]] = {}
 
     def __getstate__(self) -> StateDict:
@@ -161,7 +163,7 @@ class Rounder:
         """
         buffer = getattr(module, BUFFER)
         if buffer.is_inference() or not self._is_as_seen(buffer):
-            self._read(buffer)
+            self._read(buffer, _with_values(module, buffer))
         return self._formats
 
     def _is_as_seen(self, buffer: Tensor) -> bool:
@@ -170,12 +172,12 @@ class Rounder:
             return False
         return not is_shared(buffer) or _bytes_of(buffer) == numbers
 
-    def _read(self, buffer: Tensor) -> None:
+    def _read(self, buffer: Tensor, source: Tensor) -> None:
         check_not_exported()
         name, version = f"{self.name}.{BUFFER}".lstrip("."), version_of(buffer)
         left = _TRIES if is_shared(buffer) else 1
         while True:
-            numbers = buffer if buffer.is_meta else buffer.detach().to("cpu", copy=True)
+            numbers = source if source.is_meta else source.detach().to("cpu", copy=True)
             try:
                 self._formats = decode_formats(numbers, name)
                 break
@@ -313,6 +315,17 @@ class Rounder:
 _NOTHING: tuple[Tensor | None, int, bytes] = None, 0, b""
 
 
+def _with_values(module: nn.Module, buffer: Tensor) -> Tensor:
+    """Return a module's formats' buffer; where it is on the meta device, what accelerate loads into it later in the call."""
+    if buffer.is_meta:
+        first = getattr(module, "_hf_hook", None)
+        for hook in getattr(first, "hooks", (first,)):
+            kept: Mapping[str, Tensor] = getattr(hook, "weights_map", None) or {}
+            if BUFFER in kept:
+                return kept[BUFFER]
+    return buffer
+
+
 def is_shared(buffer: Tensor) -> bool:
     """Say whether other processes may write to a buffer on the CPU: torch counts only this one's writes."""
     return buffer.is_cpu and buffer.untyped_storage().is_shared()  # the tensor's own takes 2 us
@@ -345,7 +358,7 @@ def formats_of(model: nn.Module) -> dict[str, ModuleFormats]:
         ValueError: A buffer does not hold formats.
     """
     return {
-        name: decode_formats(buffer, f"{name}.{BUFFER}")
+        name: decode_formats(_with_values(module, buffer), f"{name}.{BUFFER}")
         for name, module in model.named_modules()
         if (buffer := dict(module.named_buffers(recurse=False)).get(BUFFER)) is not None
     }

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -229,6 +230,87 @@ def test_a_model_without_values_says_so():
         model[0](images(0))
     model.load_state_dict(state)
     torch.testing.assert_close(model(images(0)), y, rtol=0, atol=0)
+
+
+class Map(dict):
+    """As accelerate's, of one module."""
+
+    weights_map = property(lambda self: self)
+
+
+def put_away(module, wrap=lambda hook: hook):
+    """Let a module have tensors while it runs, and keep them elsewhere in between, as accelerate does it."""
+    kept = {n: t.detach() for n, t in (*module.named_parameters(), *module.named_buffers())}
+    own, module._hf_hook = module.forward, wrap(Map(kept))
+
+    def give(tensors):
+        for name, value in tensors.items():
+            where = module._parameters if name in module._parameters else module._buffers
+            where[name] = nn.Parameter(value, False) if where is module._parameters else value
+
+    def forward(*args):
+        give(kept)
+        try:
+            return own(*args)
+        finally:
+            give({name: value.to("meta") for name, value in kept.items()})
+
+    give({name: value.to("meta") for name, value in kept.items()})
+    module.forward = forward
+
+
+@pytest.mark.parametrize("wrap", [lambda hook: hook, lambda hook: SimpleNamespace(hooks=[hook])])
+def test_formats_that_are_kept_elsewhere_between_calls_are_found(wrap):
+    model, optimizer = make("budget")
+    train(model, optimizer, 4)
+    y = outputs(model)
+    formats = formats_of(model)
+    assert formats["3"].inputs is not None
+    for layer in (model[0], model[1], model[3]):
+        put_away(layer, wrap)
+    with torch.no_grad():
+        for _ in range(2):
+            same(model(images(99)), y)
+    assert model[3].fixed_point.is_meta
+    assert formats_of(model) == formats
+
+
+def test_modules_that_got_no_formats_beside_others_are_named():
+    model, optimizer = make()
+    train(model, optimizer, 4)
+    other = net(1)
+    marvin.prepare(other)
+    other.eval()(images(0))  # nothing has been loaded yet
+    for name, value in model.state_dict().items():  # past load_state_dict
+        if not name.startswith(("0.", "3.")):
+            parent, _, own = name.rpartition(".")
+            tensors = vars(other.get_submodule(parent))
+            table = tensors["_buffers" if own in tensors["_buffers"] else "_parameters"]
+            table[own] = nn.Parameter(value) if table is tensors["_parameters"] else value.clone()
+    clone = copy.deepcopy(other)
+    other.train()(images(0))
+    for call in (other, copy.deepcopy(other)):
+        with pytest.warns(
+            UserWarning, match=r"got no formats, .* that have some: 0, 3; .*offload_buffers=True"
+        ):
+            call.eval()(images(0))
+        call(images(0))  # once
+    clone.load_state_dict(model.state_dict())
+    same(outputs(clone), outputs(model))
+
+
+def test_what_a_state_leaves_out_is_awaited_no_more():
+    model, optimizer = make()
+    train(model, optimizer, 4)
+    state = model.state_dict()
+    del state["3.fixed_point"]
+    other = net(1)
+    marvin.prepare(other)
+    assert all(formats.is_awaited for formats in formats_of(other).values())
+    other.load_state_dict(state)
+    assert not any(formats.is_awaited for formats in formats_of(other).values())
+    assert not torch.equal(outputs(other), outputs(model))  # 3 computes in float32
+    assert not any(f.is_awaited for f in formats_of(marvin.calibrate(net(), [images(0)])).values())
 
 
 def test_a_second_call_takes_the_place_of_the_first():
