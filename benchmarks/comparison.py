@@ -4,7 +4,7 @@ import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,14 @@ from tensorboard.backend.event_processing.event_accumulator import SCALARS, Even
 
 from benchmarks.experiments import Experiment
 from benchmarks.paired import MARGIN, Paired, paired
-from perfmodel.files import CONFIG, METRICS, RESULT, RunError, number, read_json, read_rows, whole
-from perfmodel.run import MOST, read_run
+from perfmodel.files import METRICS, RESULT, RunError, number, read_json, read_rows
+from perfmodel.run import read_run
 from perfmodel.summary import totals
+from train import alexnet, resnet20, vit
+from train.arguments import parse
+from train.config import Config
+from train.data import choose
+from train.records import RunFolder, differences
 from train.table import spread
 
 __all__ = [
@@ -28,47 +33,58 @@ __all__ = [
     "table",
 ]
 
+DEFAULTS = {own.DEFAULTS.model: own.DEFAULTS for own in (resnet20, alexnet, vit)}
 MODELLED = "SU", "SZ", "MEM", "EBOPs"
 WEIGHTS, INPUTS = "mean_word_length", "mean_input_word_length"
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One training run: its variant, its seed, its folder and the flags that make it."""
+    """One training run: its variant, its seed, its folder, its model and the flags that make it."""
 
     variant: str
     seed: int
     folder: Path
+    model: str
     flags: tuple[str, ...]
 
-    def result(self, epochs: int) -> dict[str, Any] | None:
-        """Return what came of the run; None if it has not come to the end of ``epochs``.
+    def asked(self) -> Config:
+        """Return what the flags ask; flags of which the trainer knows nothing end the process."""
+        config = parse(DEFAULTS[self.model], self.flags)
+        return replace(config, dataset=choose(config.dataset, Path(config.data_dir)))
 
-        A policy may end a run before that: then the run was asked for ``epochs``, and is over.
+    def result(self) -> dict[str, Any] | None:
+        """Return what came of the run; None if it has not come to the end of its epochs.
+
+        A policy may end a run before that: then the run was asked for them, and is over.
 
         Raises:
-            RunError: A file of the folder is damaged.
+            UserError: A file of the folder is damaged, or it holds a finished run of other flags.
         """
-        path, asked = self.folder / RESULT, self.folder / CONFIG
-        if not path.exists() or whole(asked, self.config(), "epochs", 1, MOST) < epochs:
+        path = self.folder / RESULT
+        if not path.exists():
+            return None
+        begun, asked = RunFolder(self.folder).read_config(), self.asked()
+        changed = differences(begun, asked)
+        if begun.epochs > asked.epochs:
+            changed = f"epochs was {begun.epochs}, got {asked.epochs}"
+        if changed:
+            raise RunError(
+                f"{self.folder} must hold a run of these flags, got a finished one of others: "
+                f"{changed}; choose another --folder"
+            )
+        if begun.epochs < asked.epochs:
             return None
         result = read_json(path)
         lengths = WEIGHTS, f"{WEIGHTS}_by_size", INPUTS, f"{INPUTS}_by_size"
         for name in (n for n in lengths if result.get(n) is not None):
             result[name] = number(path, result, name)
-        if self._rounds_outputs():
+        if (
+            begun.policy == "muppet" and begun.quantize_activations
+        ):  # rounds outputs, to this length
             result[INPUTS] = result.get(WEIGHTS)
             result[f"{INPUTS}_by_size"] = result.get(f"{WEIGHTS}_by_size")
         return result
-
-    def _rounds_outputs(self) -> bool:
-        """Say whether it is MuPPET, which rounds what leaves a layer to its one word length."""
-        config = self.config()
-        return config.get("policy") == "muppet" and bool(config.get("quantize_activations"))
-
-    def config(self) -> dict[str, Any]:
-        """Return what the run was asked."""
-        return read_json(self.folder / CONFIG)
 
 
 Finished = list[tuple[PlannedRun, dict[str, Any]]]  # runs, and what came of them
@@ -140,15 +156,13 @@ def _value(run: PlannedRun, result: Mapping[str, Any], what: str) -> float:
     return 100 * result[what]
 
 
-def finished_runs(
-    experiment: Experiment, runs: Sequence[PlannedRun], epochs: int
-) -> dict[str, Finished]:
+def finished_runs(experiment: Experiment, runs: Sequence[PlannedRun]) -> dict[str, Finished]:
     """Return the finished runs of each variant, in its order, and what came of them.
 
     Raises:
-        RunError: A file of a run is damaged.
+        UserError: A file of a run is damaged, or a finished run has other flags.
     """
-    found = [(run, run.result(epochs)) for run in runs]
+    found = [(run, run.result()) for run in runs]
     for run, result in found:
         for name in ("test_accuracy", "test_loss") if result else ():
             number(run.folder / RESULT, result or {}, name)

@@ -6,7 +6,8 @@
 
 Each run is a training script of its own, in a run folder; what is finished is not run again, what
 was stopped goes on where it stopped. Flags that this command does not know go to the training
-script. Where runs are missing, the section says so.
+script; what tells runs of an experiment apart is not among them. Where runs are missing, the section
+says so.
 """
 
 from pathlib import Path
@@ -51,7 +52,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 
 from benchmarks import figure
@@ -67,7 +68,8 @@ from benchmarks.comparison import (
     table,
 )
 from marvin.files import write_atomic
-from perfmodel.files import CONFIG, ENVIRONMENT, RunError, read_json
+from perfmodel.files import CONFIG, ENVIRONMENT, RunError, UserError, read_json
+from train.checks import flag
 from train.plot import LABELS
 
 NOT_SHOWN = "--minutes", "--results", "--folder", "--data-name", "--data-dir", "--only"
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; what the user can put right ends with one line."""
     try:
         _reproduce(sys.argv[1:] if argv is None else argv)
-    except (RunError, OSError) as error:
+    except (UserError, OSError) as error:
         sys.exit(f"python -m benchmarks.reproduce: error: {message_of(error)}")
 
 
@@ -89,18 +91,36 @@ def _reproduce(argv: Sequence[str]) -> None:
     if unknown:
         names = ", ".join(map(slug, experiment.variants))
         PARSER.error(f"--only must be of {names}, got {', '.join(sorted(unknown))}")
+    taken = _flags(passed_on) & _taken(experiment)
+    if taken:
+        PARSER.error(
+            f"{', '.join(map(flag, sorted(taken)))} must be left out: each run has its own; seeds are "
+            "--seeds, run folders are in --folder, and what stopped goes on without a flag"
+        )
     name = arguments.name or f"{arguments.experiment}-{arguments.dataset}-{arguments.model}"
     folder = arguments.folder or Path("runs") / name
     runs = plan(experiment, arguments, folder, passed_on)
     chosen = [run for run in runs if not arguments.only or slug(run.variant) in arguments.only]
-    go_on(chosen, arguments.model, arguments.epochs, arguments.minutes)
-    finished = finished_runs(experiment, runs, arguments.epochs)
+    go_on(chosen, arguments.minutes)
+    finished = finished_runs(experiment, runs)
     section = write_section(experiment, finished, arguments, _command(argv), _machine(runs))
     print(encodable(section))
     if arguments.results:
         section += _picture(experiment, finished, arguments, name)
         text = arguments.results.read_text(encoding="utf-8") if arguments.results.exists() else ""
         write_atomic(arguments.results, put(text, name, section))
+
+
+def _flags(words: Iterable[str]) -> set[str]:
+    """Return the names of flags, of ``--no-late`` and of ``--late=x`` too: ``late``."""
+    flags = (word.partition("=")[0] for word in words if word.startswith("--"))
+    return {name.removeprefix("--").removeprefix("no-") for name in flags}
+
+
+def _taken(experiment: Experiment) -> set[str]:
+    """Return the names of the flags that tell the runs of an experiment apart."""
+    of_variants = (_flags(flags) for flags in experiment.variants.values())
+    return {"seed", "run", "run-folder", "resume"}.union(*of_variants)
 
 
 def plan(
@@ -114,6 +134,7 @@ def plan(
             variant,
             seed,
             folder / f"{slug(variant)}-seed{seed}",
+            arguments.model,
             (
                 *(*shared, "--seed", str(seed), *experiment.common, *flags, *passed_on),
                 *(plain_lr if PLAIN in flags else ()),
@@ -124,7 +145,7 @@ def plan(
     ]
 
 
-def go_on(runs: Sequence[PlannedRun], model: str, epochs: int, minutes: float | None) -> None:
+def go_on(runs: Sequence[PlannedRun], minutes: float | None) -> None:
     """Run what is not finished, until all is or the time is up.
 
     A run whose time is up is interrupted as by Ctrl-C: its last checkpoint stays.
@@ -132,10 +153,10 @@ def go_on(runs: Sequence[PlannedRun], model: str, epochs: int, minutes: float | 
     end = None if minutes is None else time.monotonic() + 60 * minutes
     for run in runs:
         left = None if end is None else end - time.monotonic()
-        if run.result(epochs) or (left is not None and left <= 0):
+        if run.result() or (left is not None and left <= 0):
             continue
         resume = ["--resume"] if (run.folder / CONFIG).exists() else []
-        command = [sys.executable, "-m", f"train.{model}", "--run", str(run.folder)]
+        command = [sys.executable, "-m", f"train.{run.model}", "--run", str(run.folder)]
         print(f"{run.variant}, seed {run.seed}", flush=True)
         process = subprocess.Popen([*command, *run.flags, *resume])
         try:
@@ -231,10 +252,11 @@ def _command(argv: Sequence[str]) -> str:
     kept = ["python -m benchmarks.reproduce"]
     words = iter(argv)
     for word in words:
-        if word in NOT_SHOWN:
-            next(words, None)
-        else:
+        name, equals, _ = word.partition("=")
+        if name not in NOT_SHOWN:
             kept.append(shlex.quote(word))
+        elif not equals:
+            next(words, None)
     return " ".join(kept)
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from benchmarks import comparison, figure, reproduce
 from benchmarks.experiments import EXPERIMENTS, POLICIES
-from perfmodel.files import RunError
+from perfmodel.files import RunError, UserError
 from train import resnet20
 from train.arguments import parse
-from train.config import Config
+from train.config import Config, to_dict
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -114,13 +114,65 @@ def test_only_known_variants(capsys):
     assert "fixed-8-4, got magic" in capsys.readouterr().err
 
 
+def planned(folder: Path, *flags: str, variant: str = "exact", seed: int = 0):
+    return comparison.PlannedRun(variant, seed, folder, "resnet20", flags)
+
+
+def finish(run: comparison.PlannedRun, **result: float):
+    """Write what a run was asked and what came of it, as its trainer does."""
+    run.folder.mkdir(exist_ok=True)
+    (run.folder / "config.json").write_text(json.dumps(to_dict(run.asked())))
+    (run.folder / "result.json").write_text(json.dumps(result))
+
+
 def test_a_policy_may_end_a_run_early(tmp_path):
-    run = comparison.PlannedRun("MuPPET", 0, tmp_path, ())
-    (tmp_path / "config.json").write_text('{"epochs": 9}')
-    assert run.result(9) is None
-    (tmp_path / "result.json").write_text('{"epochs": 5}')
-    assert run.result(9) == {"epochs": 5}
-    assert run.result(10) is None  # it was asked for 9
+    run = planned(tmp_path, "--epochs", "9")
+    assert run.result() is None
+    finish(run, epochs=5)
+    assert run.result() == {"epochs": 5}
+    assert planned(tmp_path, "--epochs", "10").result() is None  # it was asked for 9
+
+
+@pytest.mark.parametrize(
+    ("flags", "changed"),
+    [
+        (["--width", "2"], "width was 4, got 2"),
+        (["--lr", "3", "--limit", "50"], "limit was 60, got 50, lr was 0.05, got 3.0"),
+        (["--model", "vit"], "model was resnet20, got vit"),
+        (["--epochs", "3"], "epochs was 4, got 3"),
+    ],
+)
+def test_finished_runs_of_other_flags_are_refused(tmp_path, flags, changed, capsys):
+    command = ["few-bit", *SMALL, "--epochs", "4", "--folder", str(tmp_path), "--minutes", "0"]
+    arguments, passed_on = reproduce.PARSER.parse_known_args(command)
+    for run in reproduce.plan(EXPERIMENTS["few-bit"], arguments, tmp_path, passed_on):
+        finish(run, test_accuracy=0.5, test_loss=1.0)
+        (run.folder / "metrics.csv").write_text("train_loss\n1\n")
+    reproduce.main([*command, "--checkpoint-steps", "7"])  # of no consequence
+    assert "| exact | 0 | 50.00 |" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        reproduce.main([*command, *flags])
+    assert f"{tmp_path / 'exact-seed0'} must hold a run of these flags" in str(end.value)
+    assert changed in str(end.value)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--seed", "3"], ["--seed=3"], ["--run", "x"], ["--resume"], ["--optimizer", "sgd"]]
+)
+def test_what_tells_runs_apart_is_not_passed_on(flags, tmp_path, capsys):
+    command = ["marvin", *SMALL, "--folder", str(tmp_path), "--minutes", "0", "--seeds", "0", "1"]
+    with pytest.raises(SystemExit) as end:
+        reproduce.main([*command, *flags])
+    name = flags[0].partition("=")[0]
+    assert end.value.code == 2
+    assert f"error: {name} must be left out: each run has its own" in capsys.readouterr().err
+
+
+def test_the_command_is_shown_without_where_and_how_long(tmp_path, capsys):
+    command = ["marvin", *SMALL, f"--folder={tmp_path}", "--minutes=0", "--only", "float32"]
+    reproduce.main([*command, "--lr=1"])
+    shown = f"    python -m benchmarks.reproduce marvin {' '.join(SMALL)} --lr=1"
+    assert shown in capsys.readouterr().out.splitlines()
 
 
 def test_differences_are_paired_and_say_what_they_show(tmp_path):
@@ -129,15 +181,11 @@ def test_differences_are_paired_and_say_what_they_show(tmp_path):
     for variant, accuracies in (("float32", (0.9, 0.92, 0.91)), ("MARViN", (0.85, 0.86, 0.9, 0.1))):
         for seed, accuracy in enumerate(accuracies):
             folder = tmp_path / f"{variant}-{seed}"
-            folder.mkdir()
-            (folder / "config.json").write_text('{"epochs": 1}')
+            runs.append(planned(folder, variant=variant, seed=seed))
+            finish(runs[-1], test_accuracy=accuracy, test_loss=1.0)
             (folder / "metrics.csv").write_text(f"train_loss\n9\n{2 - accuracy}\n")
-            (folder / "result.json").write_text(
-                json.dumps({"test_accuracy": accuracy, "test_loss": 1.0})
-            )
-            runs.append(comparison.PlannedRun(variant, seed, folder, ()))
     # -5, -6 and -1 points: a deviation of sqrt(7), over sqrt(3); Student's t of 2: 2.92
-    finished = comparison.finished_runs(experiment, runs, 1)
+    finished = comparison.finished_runs(experiment, runs)
     assert "seed by seed, with their standard error" in comparison.meaning(finished)
     header, _, first, second = comparison.table(experiment, finished)
     assert header == (
@@ -149,9 +197,9 @@ def test_differences_are_paired_and_say_what_they_show(tmp_path):
         "| MARViN | 0, 1, 2, 3 | 67.75 ± 38.56 | -4.00 ± 1.53 | not decided (bound -8.46) | "
         "+0.040 ± 0.015 | 1.000"
     )
-    singles = comparison.finished_runs(experiment, [runs[0], runs[3]], 1)
+    singles = comparison.finished_runs(experiment, [runs[0], runs[3]])
     assert "-5.00 | one seed: not decided |" in comparison.table(experiment, singles)[3]
-    alone = comparison.finished_runs(experiment, runs[:3], 1)
+    alone = comparison.finished_runs(experiment, runs[:3])
     assert comparison.meaning(alone) == ""
 
 
@@ -199,26 +247,23 @@ class Slow:
 
 
 def test_time_over_interrupts_and_the_next_call_goes_on(tmp_path, monkeypatch):
-    runs = [comparison.PlannedRun(name, 0, tmp_path / name, ("--width", "4")) for name in "abc"]
-    for name in "ab":
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text('{"epochs": 1}')
-    (tmp_path / "a/result.json").write_text('{"epochs": 1}')
+    runs = [planned(tmp_path / name, "--width", "4", variant=name) for name in "abc"]
+    finish(runs[0], epochs=1)
+    finish(runs[1])
+    (tmp_path / "b/result.json").unlink()
     monkeypatch.setattr(reproduce.subprocess, "Popen", Slow)
-    reproduce.go_on(runs, "resnet20", 1, 5.0)
+    reproduce.go_on(runs, 5.0)
     (command,) = Slow.started  # "a" is finished, "b" goes on, and "c" waits for the next call
     assert command[1:] == [
         *("-m", "train.resnet20", "--run", str(tmp_path / "b"), "--width", "4", "--resume")
     ]
-    assert runs[0].result(1) == {"epochs": 1}
-    assert runs[0].result(2) is None
 
 
 def test_the_picture_of_a_comparison_without_word_lengths_has_losses(tmp_path):
     folder = tmp_path / "exact-seed0"
     folder.mkdir()
     (folder / "metrics.csv").write_text("train_loss,validation_loss\n2.0,2.5\n1.0,\n")
-    run = comparison.PlannedRun("exact", 0, folder, ())
+    run = planned(folder)
     curve = reproduce.curve("exact", [(run, {})])
     assert curve == figure.Curve("exact", [[2.0, 1.0]], [[2.5]])
     other = figure.Curve("2 bits", [[3.0, 2.0], [1.0, 0.0]], [[2.0, 2.0], [1.0, 3.0]])
@@ -237,14 +282,13 @@ def test_the_picture_of_a_comparison_without_word_lengths_has_losses(tmp_path):
     ],
 )
 def test_a_damaged_run_is_named(tmp_path, name, content):
-    run = comparison.PlannedRun("exact", 0, tmp_path, ())
-    (tmp_path / "config.json").write_text('{"epochs": 9}')
-    (tmp_path / "result.json").write_text('{"test_accuracy": 0.5, "test_loss": 1.0}')
+    run = planned(tmp_path)
+    finish(run, test_accuracy=0.5, test_loss=1.0)
     experiment = reproduce.EXPERIMENTS["few-bit"]
-    assert len(comparison.finished_runs(experiment, [run], 9)["exact"]) == 1
+    assert len(comparison.finished_runs(experiment, [run])["exact"]) == 1
     (tmp_path / name).write_text(content)
-    with pytest.raises(RunError, match=name):
-        comparison.finished_runs(experiment, [run], 9)
+    with pytest.raises(UserError, match=name):
+        comparison.finished_runs(experiment, [run])
 
 
 def test_a_section_without_its_end_does_not_swallow_what_follows():
