@@ -89,6 +89,19 @@ class Quantizer(nn.Module):
             return x
         return quantize(x, self.step, self.bits, signed=bool(self.signed))
 
+    def get_extra_state(self) -> int:
+        """Return the bits, which a checkpoint keeps beside the step."""
+        return self.bits
+
+    def set_extra_state(self, state: int) -> None:
+        """Refuse a checkpoint of other bits.
+
+        Raises:
+            ValueError: It is one.
+        """
+        if state != self.bits:
+            raise ValueError(f"--bits must be {state}, as in the checkpoint, got {self.bits}")
+
     @torch.no_grad()
     def _set(self, x: Tensor) -> None:
         """Take the paper's first step, section 2.1."""

@@ -71,3 +71,16 @@ def test_it_learns_in_the_trainer_and_resumes(tmp_path, capsys):
     main([*words, "--resume"])
     assert json.loads((tmp_path / "run" / "result.json").read_text()) == result
     capsys.readouterr()
+
+
+def test_it_resumes_with_the_bits_it_began_with_only(tmp_path):
+    words = ["--dataset", "digits", "--width", "2", "--limit", "20", "--batch-size", "10"]
+    words += ["--device", "cpu", "--run", str(tmp_path / "run"), "--schedule", "plateau"]
+    words += ["--ema", "0.5", "--validation-share", "0", "--batch-norm-batches", "0"]
+    main([*words, "--bits", "8", "--epochs", "1"])
+    before = (tmp_path / "run" / "config.json").read_text()
+    with pytest.raises(SystemExit) as end:
+        main([*words, "--bits", "2", "--epochs", "2", "--resume"])
+    assert "--bits must be 8, as in the checkpoint, got 2" in str(end.value)
+    assert (tmp_path / "run" / "config.json").read_text() == before
+    main([*words, "--bits", "8", "--epochs", "2", "--resume"])
