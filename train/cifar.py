@@ -1,8 +1,13 @@
 """CIFAR-10 and CIFAR-100 in their official binary files; no pickle is ever loaded."""
 
+import gzip
 import hashlib
+import http.client
+import re
+import secrets
 import tarfile
 import urllib.request
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -93,6 +98,7 @@ def load(name: str, data_dir: Path, *, may_fetch: bool = True) -> Dataset:
 
     Raises:
         UserError: A file is damaged, or absent and cannot be downloaded.
+        OSError: What was downloaded cannot be unpacked: the disk is full, for example.
     """
     release = RELEASES[name]
     if not is_present(name, data_dir):
@@ -151,36 +157,45 @@ def _archive(release: Release, data_dir: Path) -> Path:
 def _download(release: Release, path: Path) -> None:
     """Fetch the archive to ``path``, which appears only once its checksum is right."""
     url = SERVER + release.archive
-    partial = path.with_name(path.name + ".part")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")  # of this process alone
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with urllib.request.urlopen(url, timeout=30) as response, partial.open("wb") as file:
+        with urllib.request.urlopen(url, timeout=30) as response, partial.open("xb") as file:
             _copy(response, file, release.archive)
         got = _md5(partial)
         if got != release.md5:
             raise UserError(f"{url} must have MD5 {release.md5}, got {got}: nothing was unpacked")
         partial.replace(path)
-    except OSError as error:  # no network, refused, no room on the disk
+    except (OSError, http.client.HTTPException) as error:  # no network, no room on the disk
         raise UserError(_absent(release, path.parent, error)) from error
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _absent(release: Release, data_dir: Path, error: OSError) -> str:
+def _absent(release: Release, data_dir: Path, error: Exception) -> str:
     return (
         f"looked for {', '.join(release.files)} in {data_dir / release.folder} and for "
         f"{data_dir / release.archive}, found neither, and could not download "
-        f"{SERVER}{release.archive} ({error}); download it on another machine and put the archive "
-        f"into {data_dir}, or choose --dataset digits, which needs no download"
+        f"{SERVER}{release.archive} ({type(error).__name__}: {error!s:.200}); run again, or download it "
+        f"on another machine and put the archive into {data_dir}, or choose --dataset digits, which "
+        "needs no download"
     )
 
 
 def _copy(response: IO[bytes], file: IO[bytes], name: str) -> None:
-    total = int(getattr(response, "headers", {}).get("Content-Length", 0)) or None
+    """Write what a server sends.
+
+    Raises:
+        ConnectionError: It sends less than it said.
+    """
+    length = getattr(response, "headers", {}).get("Content-Length", "")
+    total = int(length) if re.fullmatch("[0-9]{1,18}", length) else None  # else the MD5 tells
     with tqdm(total=total, unit="B", unit_scale=True, desc=name, disable=HIDDEN) as bar:
         while chunk := response.read(CHUNK_BYTES):
             file.write(chunk)
             bar.update(len(chunk))
+    if total and file.tell() < total:
+        raise ConnectionError(f"cut off after {file.tell():,} of {total:,} bytes")
 
 
 def _md5(path: Path) -> str:
@@ -197,7 +212,7 @@ def _unpack(release: Release, archive: Path, data_dir: Path) -> None:
             for name, records in release.files.items():
                 content = _member(tar, f"{release.folder}/{name}", records * release.record_bytes)
                 write_atomic(folder / name, content)
-    except (tarfile.TarError, KeyError, EOFError, OSError) as error:
+    except (tarfile.TarError, KeyError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"{archive} must be the official archive, got {error}") from error
 
 

@@ -1,6 +1,8 @@
 import dataclasses
+import errno
 import gzip
 import hashlib
+import http.client
 import io
 import struct
 import tarfile
@@ -343,3 +345,77 @@ def test_a_download_that_breaks_off_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="could not download"):
         cifar.load("cifar10", tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+class Response(io.BytesIO):
+    """What a server sends, and the length that it says."""
+
+    def __init__(self, content: bytes, length: str):
+        super().__init__(content)
+        self.headers = {"Content-Length": length}
+
+
+def test_a_download_that_is_cut_off_says_so(tmp_path, monkeypatch):
+    answer = Response(b"half", "1008")
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: answer)
+    with pytest.raises(UserError, match=r"cut off after 4 of 1,008 bytes\); run again, or"):
+        cifar.load("cifar10", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("length", ["abc", "-1", "", "\u0663"])
+def test_a_length_that_is_none_is_left_to_the_checksum(length, tmp_path, monkeypatch):
+    content = archive("cifar10", cifar_files("cifar10"))
+    serve(monkeypatch, "cifar10", content)
+    answer = Response(content, length)
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: answer)
+    assert cifar.load("cifar10", tmp_path).name == "cifar10"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (http.client.BadStatusLine("hello"), "(BadStatusLine: hello)"),
+        (http.client.IncompleteRead(b"abc", 7), "(IncompleteRead: IncompleteRead(3 bytes read"),
+    ],
+    ids=["no HTTP", "chunked"],
+)
+def test_a_server_that_speaks_no_http_is_one_message(error, said, tmp_path, monkeypatch):
+    def answers(url: str, timeout: float):
+        raise error
+
+    monkeypatch.setattr(urllib.request, "urlopen", answers)
+    with pytest.raises(UserError) as got:
+        cifar.load("cifar10", tmp_path)
+    assert f"could not download {cifar.SERVER}cifar-10-binary.tar.gz {said}" in str(got.value)
+
+
+def test_a_second_download_at_once_is_not_disturbed(tmp_path, monkeypatch):
+    content = archive("cifar10", cifar_files("cifar10"))
+    serve(monkeypatch, "cifar10", content)
+    first = urllib.request.urlopen
+
+    class Late(io.BytesIO):
+        """Another process comes, downloads and unpacks all before the first byte."""
+
+        def read(self, size: int | None = -1) -> bytes:
+            if not self.tell():
+                monkeypatch.setattr(urllib.request, "urlopen", first)
+                assert cifar.load("cifar10", tmp_path).name == "cifar10"
+            return super().read(size)
+
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: Late(content))
+    assert cifar.load("cifar10", tmp_path).name == "cifar10"
+    release = RELEASES["cifar10"]
+    assert {path.name for path in tmp_path.iterdir()} == {release.archive, release.folder}
+
+
+def test_a_full_disk_is_not_called_a_wrong_archive(tmp_path, monkeypatch):
+    serve(monkeypatch, "cifar10", archive("cifar10", cifar_files("cifar10")))
+
+    def full(path: Path, content: bytes):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(cifar, "write_atomic", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*data_batch_1"):
+        cifar.load("cifar10", tmp_path)
