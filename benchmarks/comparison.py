@@ -221,11 +221,15 @@ def epochs_of(folder: Path, column: str) -> list[float]:
 def clamped(folder: Path) -> float | None:
     """Return the share of activations clamped in the last epoch, mean over the modules.
 
-    None where none is rounded. It is recorded in the run's TensorBoard files alone.
+    None where none is rounded, and where the run was stopped within that epoch: the share is of whole
+    epochs. It is recorded in the run's TensorBoard files alone.
     """
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={SCALARS: 1}).Reload()
     tags = [tag for tag in events.Tags()[SCALARS] if tag.startswith("saturation/")]
-    return statistics.mean(events.Scalars(tag)[-1].value for tag in tags) if tags else None
+    shares = [events.Scalars(tag)[-1] for tag in tags]
+    last = max(epochs_of(folder, "step"), default=0) if shares else 0
+    shown = [share.value for share in shares if share.step == last]
+    return statistics.mean(shown) if shown else None
 
 
 def _modelled(run: PlannedRun, result: dict[str, Any]) -> list[float | None]:

@@ -47,7 +47,7 @@ HELD_OUT = (
     "of each run. Bits are means over the layers when a run ends, in parentheses weighted by "
     "number of elements; MuPPET rounds layers' outputs in place of inputs. Budget alone is the "
     "loss budget 0.01 without a limit of noise. Clamped is the share of activations in the last "
-    "epoch."
+    "epoch, if the run was not stopped within it."
 )
 
 

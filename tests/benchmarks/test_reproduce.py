@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from torch.utils.tensorboard import SummaryWriter
 
 from benchmarks import comparison, figure, reproduce
 from benchmarks.experiments import EXPERIMENTS, POLICIES
@@ -215,6 +216,18 @@ def test_the_picture_has_every_variant():
     assert texts == ["float32", "8", "4", "fixed:8,4: 10.0 %"]
     assert [t.get_text() for t in axes.get_legend().get_texts()] == ["static, bits"]
     assert axes.get_ylim()[0] > 80
+
+
+def test_clamped_is_of_the_last_epoch_or_nothing(tmp_path):
+    """A run that was stopped within an epoch has no share of it."""
+    (tmp_path / "metrics.csv").write_text("epoch,step\n1,10\n2,20\n")
+    with SummaryWriter(str(tmp_path / "tensorboard")) as writer:
+        for layer, share in (("a", 0.25), ("b", 0.75)):
+            writer.add_scalar(f"saturation/{layer}", 0.125, 10)
+            writer.add_scalar(f"saturation/{layer}", share, 20)
+    assert comparison.clamped(tmp_path) == 0.5
+    (tmp_path / "metrics.csv").write_text("epoch,step\n1,10\n2,20\n3,30\n")
+    assert comparison.clamped(tmp_path) is None
 
 
 def test_a_section_replaces_its_own_only():
