@@ -25,7 +25,7 @@ from marvin.compiled import check_uncompiled
 from marvin.conversion import argument_names, prepared
 from marvin.freezing import thaw
 from marvin.hooks import rounders_of, see_what_is_rounded
-from marvin.layers import computed_weights, is_layer
+from marvin.layers import carried_parameters, computed_weights, is_layer
 from marvin.model_formats import ModuleFormats
 from marvin.nested import mapped, mapped_output
 from marvin.refused import (
@@ -466,9 +466,9 @@ def _named(what: str) -> Iterator[None]:
 def _round_weights(
     module: nn.Module, wl: int, how: tuple[Estimator, bool]
 ) -> tuple[Format | None, ...]:
-    """Round a module's weights; return the format of each of its own parameters."""
+    """Round a module's weights; return the format of each of ``carried_parameters``."""
     formats: list[Format | None] = []
-    for name, p in module.named_parameters(recurse=False):
+    for name, p in carried_parameters(module):
         with _named(".".join(filter(None, (rounders_of(module)[0].name, name)))):
             fmt = weight_format(p.detach().float(), wl, *how) if is_layer(p) and p.numel() else None
         if fmt is not None:

@@ -13,7 +13,13 @@ from fixedpoint_kernels._torch_private.modules import AdaptiveAvgPoolBase, AvgPo
 from fixedpoint_kernels.undo import all_or_nothing
 from marvin.activations import FROZEN, Entry, QuantizedActivations
 from marvin.hooks import exchange, rounders_of
-from marvin.layers import computed_weights, is_layer, parameters_of, parametrisations_of
+from marvin.layers import (
+    carried_parameters,
+    computed_weights,
+    is_layer,
+    parameters_of,
+    parametrisations_of,
+)
 from marvin.masters import WithMasters, owner_of
 from marvin.model_formats import ModuleFormats
 from marvin.policies.observer import Observer, Sums
@@ -318,7 +324,7 @@ def _formats_for(
         samples=first(entry.module.parameters()).outputs if takes_samples else None,
         weights=tuple(
             own.format_of(p) if (own := _optimizer_of(p, optimizer)) else None
-            for p in entry.module.parameters(recurse=False)
+            for _, p in carried_parameters(entry.module)
         ),
         ste=handle.ste,
         eval_rounding=handle.eval_rounding,
@@ -333,7 +339,7 @@ def _write_elsewhere(handle: QuantizedActivations, optimizer: WithMasters) -> No
     """Let modules that round by another optimizer's formats carry those of their other parameters, too."""
     for module in _root(handle).modules():
         for rounder in rounders_of(module):
-            params = [*module.parameters(recurse=False)]
+            params = [p for _, p in carried_parameters(module)]
             if rounder.state is handle.state or all(owner_of(p) is not optimizer for p in params):
                 continue
             formats = rounder.formats(module)

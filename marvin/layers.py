@@ -8,12 +8,14 @@ from itertools import accumulate
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from fixedpoint_kernels._torch_private.modules import own_parameters
 from marvin.settings import Group
 from marvin.shards import Shard, is_sharded, shard_of
 from marvin.warned import listed
 
 __all__ = [
     "ParameterTable",
+    "carried_parameters",
     "computed_weights",
     "count_known",
     "held_by",
@@ -146,6 +148,15 @@ def computed_weights(module: nn.Module) -> list[str]:
         name.rpartition("_")[0] for name, _ in module.named_parameters(recurse=False)
     )
     return [name for name in own if isinstance(vars(module).get(name), Tensor)]
+
+
+def carried_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return names and parameters of a module alone, in the order in which it carries their formats.
+
+    Layers first, each by name. The order in which torch has them will not do: ``prune.remove`` and
+    ``remove_parametrizations`` register a weight again, behind its bias.
+    """
+    return sorted(own_parameters(module), key=lambda own: (not is_layer(own[1]), own[0]))
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -32,7 +32,7 @@ class ModuleFormats:
         outputs: Of what goes out.
         gradients: Of the gradient that comes back to the outputs.
         samples: Of what comes in, with a power of two for each sample.
-        weights: Of the module's own parameters, in their order.
+        weights: Of the module's own parameters, in the order of ``marvin.layers.carried_parameters``.
         ste: See ``marvin.fake_quantize``.
         eval_rounding: How activations are rounded in eval mode.
         is_awaited: Whether they are those of ``marvin.prepare``, and no state has been loaded since.

@@ -14,7 +14,7 @@ from fixedpoint_kernels._torch_private.modes import is_recomputed, is_transforme
 from fixedpoint_kernels._torch_private.tensors import version_of
 from fixedpoint_kernels.rounding import Rounding
 from marvin.compiled import check_not_exported, check_untraced
-from marvin.layers import is_layer
+from marvin.layers import carried_parameters, is_layer
 from marvin.model_formats import ModuleFormats, decode_formats, encode_formats
 from marvin.nested import mapped, mapped_output
 from marvin.noise import NEXT, Purpose, stream
@@ -365,5 +365,5 @@ def formats_of(model: nn.Module) -> dict[str, ModuleFormats]:
 
 
 def channels_of(module: nn.Module) -> list[int]:
-    """Return how many channels each parameter of a module has; 0 for those of one dimension."""
-    return [len(p) if is_layer(p) else 0 for p in module.parameters(recurse=False)]
+    """Return how many channels each of ``carried_parameters`` has; 0 for those of one dimension."""
+    return [len(p) if is_layer(p) else 0 for _, p in carried_parameters(module)]

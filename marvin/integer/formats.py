@@ -13,7 +13,6 @@ from fixedpoint_kernels._torch_private.modules import (
     has_backward_hooks,
     hooks_of,
     own_forward_hooks,
-    own_parameters,
 )
 from fixedpoint_kernels.norms import norms_many
 from fixedpoint_kernels.sides import for_each_side
@@ -21,6 +20,7 @@ from marvin.channels import ChannelFormat
 from marvin.compiled import is_traced
 from marvin.freezing import FrozenRounding
 from marvin.hooks import rounders_of
+from marvin.layers import carried_parameters
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import ForwardState, Rounder
 
@@ -152,7 +152,7 @@ def choose(module: nn.Module, formats: ModuleFormats) -> Product | str:
     window = window_of(module)
     if isinstance(window, str):
         return window
-    names = [name for name, _ in own_parameters(module)]
+    names = [name for name, _ in carried_parameters(module)]
     weights = dict(zip(names, formats.weights, strict=False))
     inputs, weight = formats.inputs, weights.get("weight")
     if inputs is not None and "weight" not in weights:

@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 import marvin
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat
+from marvin.export.graph.formats import carried_weights
 from marvin.hooks import rounders_of
 from marvin.rounder import BUFFER, formats_of
 
@@ -862,6 +863,39 @@ def test_a_model_carries_the_formats_of_its_weights(policy):
         assert carried[name].inputs == optimizer.input_formats().get(f"{name}.weight")
     assert isinstance(formats["0.weight"], ChannelFormat) == (policy == "channels")
     assert formats["0.weight"] != FixedPoint(8, 4)
+
+
+def pruned(model):
+    """Register a weight again, behind its bias, as pruning does."""
+    prune.l1_unstructured(model[6], "weight", 0.4)
+    prune.remove(model[6], "weight")
+    assert [name for name, _ in model[6].named_parameters()] == ["bias", "weight"]
+    return model
+
+
+@pytest.mark.parametrize("policy", ["channels", "muppet"])
+@pytest.mark.filterwarnings("ignore:parameters that left the model")
+def test_formats_stay_with_weights_that_are_registered_again(policy):
+    model, optimizer = make(policy)
+    train(model, optimizer, 5)
+    before = carried_weights(model)
+    assert "6.weight" in before
+    for own in (model, marvin.freeze(model)):
+        assert carried_weights(pruned(own)) == before
+
+
+@pytest.mark.parametrize(("first", "then"), [(pruned, list), (list, pruned)])
+def test_states_of_models_with_parameters_in_another_order_bring_each_its_format(first, then):
+    model, other = net(), net(1)
+    first(model)
+    then(other)
+    fixed = marvin.calibrate(model, [images(0)], bits=8)
+    marvin.prepare(other)
+    other.load_state_dict(fixed.state_dict())
+    assert carried_weights(other) == carried_weights(fixed)
+    assert "6.weight" in carried_weights(other)
+    report = marvin.integer.convert(marvin.freeze(other))
+    assert not [row.name for row in report.rows if "weights are float32" in row.reason]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

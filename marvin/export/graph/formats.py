@@ -14,6 +14,7 @@ from marvin import calibration
 from marvin.calibration import Estimator
 from marvin.compact import master_of
 from marvin.export.errors import ExportError, check_length, fixed_point
+from marvin.layers import carried_parameters
 from marvin.quantized import Quantized
 from marvin.refused import check_model
 from marvin.rounder import formats_of
@@ -87,7 +88,8 @@ def carried_weights(model: nn.Module) -> dict[str, Format]:
     """
     found: dict[str, Format] = {}
     for name, formats in formats_of(model).items():
-        own = [n for n, _ in model.get_submodule(name).named_parameters(name, recurse=False)]
+        parameters = carried_parameters(model.get_submodule(name))
+        own = [f"{name}.{parameter}".lstrip(".") for parameter, _ in parameters]
         if len(own) != len(formats.weights):
             raise ExportError(
                 f"{name or 'the model'} must have {len(formats.weights)} parameters, as many as it "
