@@ -72,7 +72,12 @@ class Tensors:
     taken: set[str] = field(default_factory=set)
 
     def add(self, name: str, codes: Tensor, fmt: FixedPoint | ChannelFormat) -> str:
-        """Keep a tensor, once; return the name it has, which is another if that is taken."""
+        """Keep a tensor, once; return the name it has, which is another if that is taken.
+
+        Weights that are another's, as those of a layer that is called twice, have that one's name.
+        """
+        if codes.ndim >= 2 and (same := self._same(codes, fmt)):
+            return same
         while name in self.codes or name in self.taken:
             is_same = name in self.codes and self.formats[name] == fmt
             if is_same and torch.equal(self.codes[name].long(), codes.long()):
@@ -80,6 +85,15 @@ class Tensors:
             name = f"network.{name}"
         self.codes[name], self.formats[name] = codes, fmt
         return name
+
+    def _same(self, codes: Tensor, fmt: FixedPoint | ChannelFormat) -> str | None:
+        """Return the name of a tensor of the same codes in the same format."""
+        alike = (
+            name
+            for name, own in self.codes.items()
+            if own.shape == codes.shape and self.formats[name] == fmt
+        )
+        return next((n for n in alike if torch.equal(self.codes[n].long(), codes.long())), None)
 
 
 def write_format(fmt: FixedPoint) -> list[int | bool]:

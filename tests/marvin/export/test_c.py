@@ -454,6 +454,19 @@ def test_words_of_four_bits_are_half_as_long(digits):
     assert saved == 54 // 9 * 4 + 324 // 2 + 60 // 2
 
 
+@needs_gcc
+@pytest.mark.parametrize("nibbles", [False, True])
+def test_a_layer_that_is_called_several_times_has_its_weights_once(nibbles, tmp_path):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(40, 40), torch.rand(8, 40)
+    model = nn.Sequential(layer, nn.ReLU(), layer, nn.ReLU(), layer)
+    fixed = marvin.calibrate(model.eval(), [x], bits=8, weight_bits=4)
+    network = describe(fixed, x)
+    size = 40 * 40 // (2 if nibbles else 1)
+    assert size < c.write(network, nibbles=nibbles).tables_bytes < 2 * size
+    assert_same(network, x, tmp_path, nibbles=nibbles)
+
+
 def test_memory_that_is_needed_together_is_apart():
     generator = np.random.default_rng(0)
     for _ in range(50):

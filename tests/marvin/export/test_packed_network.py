@@ -213,6 +213,19 @@ def test_a_state_and_its_network_share_what_they_have_in_common(ranged, tmp_path
     assert size < alone + packed.save(network, tmp_path / "network") - weights
 
 
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_a_layer_that_is_called_several_times_has_its_weights_once(reader, per_channel, tmp_path):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(40, 40), torch.rand(8, 40)
+    model = nn.Sequential(layer, nn.ReLU(), layer, nn.ReLU(), layer)
+    network = describe(marvin.calibrate(model.eval(), [x], per_channel=per_channel), x)
+    content = packed.to_bytes(packed.pack_network(network))
+    loaded = packed.from_bytes(content)
+    assert [name for name in loaded.codes if name.endswith("weight")] == ["0.weight"]
+    assert packed.to_bytes(loaded) == content
+    assert_reads(reader, network, x[:2], tmp_path / "net")
+
+
 def test_weights_of_channels_have_their_own_word_length(channelled, tmp_path):
     model, formats, x = channelled(spread=8)
     network = describe(model, x, formats)

@@ -140,6 +140,17 @@ def test_weights_of_4_bits_take_4_bits(bits, per_channel):
     assert len(short.SerializeToString()) <= len(plain.SerializeToString()) - saved + lost
 
 
+def test_weights_of_4_bits_of_a_layer_that_is_called_several_times_are_stored_once():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(40, 40), torch.rand(8, 40)
+    model = nn.Sequential(layer, nn.ReLU(), layer, nn.ReLU(), layer)
+    network = describe(marvin.calibrate(model.eval(), [x], bits=8, weight_bits=4), x)
+    short = onnx.to_model(network, int4=True)
+    stored = [t for t in short.graph.initializer if t.data_type == ox.TensorProto.INT4]
+    assert len(stored) == 1
+    assert_equal(short, network, x)
+
+
 def test_weights_of_4_bits_keep_the_integer_kernels(tmp_path):
     model, x = trained(convolutions(), (3, 8, 8), (4, 6))
     network = round_sums(describe(model, x), x)

@@ -88,30 +88,30 @@ def loop(variable: str, count: int | str) -> str:
 
 @dataclass
 class Tables:
-    """Constant arrays.
+    """Constant arrays, each once: a layer that is called twice has its weights in one place.
 
     Args:
         texts: The definitions.
         size_bytes: Of all of them.
         names: Of all of them.
+        known: Their names, by type, size and numbers.
     """
 
     texts: list[str] = field(default_factory=list)
     size_bytes: int = 0
     names: set[str] = field(default_factory=set)
+    known: dict[tuple[str, str, str], str] = field(default_factory=dict)
 
     def add(self, name: str, values: Sequence[int], word: str | None = None) -> str:
         """Define an array of the shortest type that holds it, or of a given one.
 
         Returns:
-            Its name, with a number behind it where another array has the one that is given.
+            Its name, with a number behind it where another array has the one that is given; that of
+            an array that is the same.
         """
-        name = self._free(name)
         word = word or storing(min(values), max(values))
-        body = _numbers(values)
-        self.texts.append(f"static const {word} {name}[{len(values)}] = {{\n{body}\n}};\n")
-        self.size_bytes += len(values) * size_of(word)
-        return name
+        size_bytes = len(values) * size_of(word)
+        return self._define(name, (word, f"[{len(values)}]", _numbers(values)), size_bytes)
 
     def add_rows(self, name: str, rows: Sequence[Sequence[int]], word: str) -> str:
         """Define rows of weights of a type of the file, a byte each where memory is short; see ``rows``.
@@ -119,12 +119,19 @@ class Tables:
         Returns:
             Their name: see ``add``.
         """
-        name = self._free(name)
         body = "\n".join(f"    {{\n{_numbers(row)}\n    }}," for row in rows)
         size = f"[{len(rows)}][ROW({len(rows[0])})]"
-        self.texts.append(f"static const {word} {name}{size} = {{\n{body}\n}};\n")
-        self.size_bytes += len(rows) * len(rows[0])
-        return name
+        return self._define(name, (word, size, body), len(rows) * len(rows[0]))
+
+    def _define(self, name: str, what: tuple[str, str, str], size_bytes: int) -> str:
+        """Define an array of a type, a size and numbers, once; return the name it has."""
+        if what not in self.known:
+            self.known[what] = self._free(name)
+            word, size, body = what
+            text = f"static const {word} {self.known[what]}{size} = {{\n{body}\n}};\n"
+            self.texts.append(text)
+            self.size_bytes += size_bytes
+        return self.known[what]
 
     def _free(self, name: str) -> str:
         """Return a name that no array has yet, and take it."""

@@ -74,7 +74,7 @@ class Graph:
         return self._known[key]
 
     def weights(self, hint: str, codes: Codes) -> str:
-        """Return the name of weights as bytes, stored in 4 bits each where ``in_4_bits`` and they fit.
+        """Return the name of weights as bytes, stored once, in 4 bits each where ``in_4_bits`` and they fit.
 
         Runtimes make bytes of them once, when they load the file.
         """
@@ -86,10 +86,17 @@ class Graph:
         short = codes.astype(np.int64) >> zeros
         if not self.in_4_bits or codes.dtype != np.int8 or short.min() < -8 or short.max() > 7:
             return self.constant(hint, codes)
+        key = "int4", codes.shape, codes.tobytes()
+        if key not in self._known:
+            self._known[key] = self._short(hint, short, zeros)
+        return self._known[key]
+
+    def _short(self, hint: str, short: Codes, zeros: Codes) -> str:
+        """Store weights in 4 bits each, without the zeros at their ends; return the name of the bytes."""
         types, name = self.onnx.TensorProto, self._new(f"{hint}.short")
         flat = np.pad(short.reshape(-1), (0, short.size % 2)) & 15
         packed = (flat[::2] | flat[1::2] << 4).astype(np.uint8).tobytes()
-        stored = self.onnx.helper.make_tensor(name, types.INT4, codes.shape, packed, raw=True)
+        stored = self.onnx.helper.make_tensor(name, types.INT4, short.shape, packed, raw=True)
         self._constants[name] = stored
         if zeros.any():
             whole = self.node("Cast", [name], f"{hint}.whole", to=types.INT32)
