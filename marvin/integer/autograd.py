@@ -135,8 +135,7 @@ def _forward(
         exponents = -fl - _integers(product.shifts, x) if product.shifts else -fl
         run = products.linear if product.window is None else products.convolve
         y = run(x, weight, exponents=exponents, dtype=kind, **_window(product))
-        y = y if product.window is None else lies_as(y, x)
-    y = y.to(dtype)
+    y = y.to(dtype) if product.window is None else lies_as(y, x).to(dtype)
     if bias is None:
         return y
     return y + bias.to(dtype).view(-1, *[1] * (y.dim() - 2 if product.window else 0))

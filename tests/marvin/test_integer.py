@@ -347,15 +347,22 @@ class Viewing(nn.Module):
         return self.fc(z.view(len(z), -1))
 
 
-@pytest.mark.parametrize("fused", [True, False])
+RUNS = {
+    "fused": {},
+    "unfused": {"fused": False},
+    "simulation": {"execution": "simulation"},
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
-def test_results_lie_as_those_of_torch(form, fused):
+def test_results_lie_as_those_of_torch(form, run):
     model, x = Viewing(), images(0)
     model.form, x = form, x.contiguous(memory_format=form)
     sgd = torch.optim.SGD(model.named_parameters(), lr=0.01)
     optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(8))
     marvin.quantize_activations(model, optimizer)
-    marvin.integer.convert(model, fused=fused)
+    marvin.integer.convert(model, **RUNS[run])
     for _ in range(3):
         optimizer.zero_grad()
         loss = model(x).square().mean()
@@ -364,13 +371,13 @@ def test_results_lie_as_those_of_torch(form, fused):
     same(marvin.freeze(model)(x), model.eval()(x))
 
 
-def trained(model, x, fused=True, steps=2):
+def trained(model, x, steps=2, **options):
     """Return a converted copy of a model after some steps on ``x``."""
     model = copy.deepcopy(model)
     sgd = torch.optim.SGD(model.named_parameters(), lr=0.01)
     optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(8))
     marvin.quantize_activations(model, optimizer)
-    marvin.integer.convert(model, fused=fused)
+    marvin.integer.convert(model, **options)
     for _ in range(steps):
         optimizer.zero_grad()
         loss = model(x).square().mean()
@@ -392,10 +399,10 @@ ONE = {  # channel, or place
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("kind", ONE)
-def test_maps_of_one_channel_or_place_lie_as_those_of_torch(kind, form, fused):
+def test_maps_of_one_channel_or_place_lie_as_those_of_torch(kind, form, run):
     """They lie in both formats, and the layers behind them go by strides."""
     make, shape = ONE[kind]
     torch.manual_seed(0)
@@ -403,7 +410,7 @@ def test_maps_of_one_channel_or_place_lie_as_those_of_torch(kind, form, fused):
     if len(shape) == 4:
         x = x.clone(memory_format=form)
     stock = make()
-    wanted, model = stock(x).stride(), trained(stock, x, fused)
+    wanted, model = stock(x).stride(), trained(stock, x, **RUNS[run])
     frozen = marvin.freeze(model)
     assert model(x).stride() == wanted
     assert frozen(x).stride() == wanted
@@ -427,7 +434,7 @@ def test_maps_of_one_channel_or_place_lie_as_those_of_torch(kind, form, fused):
 def test_what_a_layer_returns_may_be_changed_in_place(layer, shape, fused):
     torch.manual_seed(0)
     x = torch.randn(shape)
-    model = trained(nn.Sequential(layer(), nn.Dropout(0.0, inplace=True)), x, fused)
+    model = trained(nn.Sequential(layer(), nn.Dropout(0.0, inplace=True)), x, fused=fused)
     y = model[0](x)
     y += 1
     y.sum().backward()
