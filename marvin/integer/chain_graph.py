@@ -18,6 +18,7 @@ from marvin.integer.nodes import (
     curve_of,
     flattening,
     norm_of,
+    norms_out_of_order,
     plain,
     repetition,
     returned,
@@ -165,6 +166,7 @@ class _Search:
         self.infers, self.is_exact = infers, is_exact
         # what goes on from there is another chain, so that autograd adds up its gradient
         self.ends = set() if infers else returned(graph, module)
+        self.out_of_order = set() if infers else norms_out_of_order(graph, module)
         self.known: dict[fx.Node, _Sum | _Made] = {}
         self.found: list[Chain] = []
 
@@ -289,6 +291,8 @@ class _Search:
 
     def _norm(self, node: fx.Node, source: fx.Node, name: str | None = None) -> bool:
         name, term = name or str(node.target), self._alone(source)
+        if self.module.get_submodule(name) in self.out_of_order:
+            return False
         if term is not None and not term.is_flat and term.layer is not None:
             layer = term.chain.layers[term.layer]
             if layer.norm is None and self.module.get_submodule(layer.name).bias is None:

@@ -3,6 +3,7 @@
 import inspect
 import operator
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ __all__ = [
     "is_needed",
     "is_rms_norm",
     "norm_of",
+    "norms_out_of_order",
     "plain",
     "repetition",
     "returned",
@@ -225,6 +227,39 @@ def norm_of(node: fx.Node, module: nn.Module) -> tuple[str, list[fx.Node]] | Non
     if norm.training and given.get("momentum") != norm.momentum:
         return None
     return name, [own for own in dict.fromkeys(nodes) if len(own.users) == 1]
+
+
+def norms_out_of_order(graph: fx.Graph, module: nn.Module) -> set[nn.Module]:
+    """Return the batch norms whose running statistics several nodes move or read, of which one does not need the one before it.
+
+    Chains may run such nodes in another order than the code, and the last one weighs most.
+    """
+    nodes: dict[nn.Module, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for norm in _tracking(node, module):
+            nodes.setdefault(norm, []).append(node)
+    in_order = {norm for norm, own in nodes.items() if all(_needs(b, a) for a, b in pairwise(own))}
+    return {*nodes} - in_order
+
+
+def _tracking(node: fx.Node, module: nn.Module) -> set[nn.Module]:
+    """Return the batch norms whose running statistics a node may move or read."""
+    if node.op == "call_module":
+        own = module.get_submodule(str(node.target)).modules()
+        return {m for m in own if isinstance(m, nn.BatchNorm2d) and m.track_running_stats}
+    owners = [str(n.target).rpartition(".") for n in node.all_input_nodes if n.op == "get_attr"]
+    names = "running_mean", "running_var"
+    return {module.get_submodule(owner) for owner, _, name in owners if name in names}
+
+
+def _needs(node: fx.Node, other: fx.Node) -> bool:
+    """Say whether a node can only run after another."""
+    seen, left = {node}, [node]
+    while left:
+        new = {*left.pop().all_input_nodes} - seen
+        seen |= new
+        left += new
+    return other in seen
 
 
 def concatenation(node: fx.Node) -> list[fx.Node] | None:

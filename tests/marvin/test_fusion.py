@@ -2094,6 +2094,80 @@ def test_an_average_of_all_batches_counts_each_use_of_a_batch_norm():
     )
 
 
+class UsedTwice(nn.Module):
+    """Uses one batch norm at two places."""
+
+    def __init__(self, uses, norm):
+        super().__init__()
+        self.uses, self.norm = uses, norm
+        self.a, self.b = (nn.Conv2d(3, 3, 3, padding=1, bias=False) for _ in "ab")
+        self.last = nn.Conv2d(3, 4, 1)
+        self.other = self.norm
+
+    def forward(self, x):
+        return self.last(self.uses(self, x)).mean((2, 3))
+
+
+def _later_branch_first(model, x):
+    u, v = model.a(x), model.b(x)
+    q = F.relu(model.norm(v))
+    return F.relu(model.norm(u)) + q
+
+
+def _by_two_names(model, x):
+    u, v = model.a(x), model.b(x)
+    q = F.relu(model.other(v))
+    return F.relu(model.norm(u)) + q
+
+
+def _outside_first(model, x):
+    y = torch.tanh(model.norm(x))
+    return F.relu(model.norm(model.a(x))) + y
+
+
+def _earlier_input_later(model, x):
+    p = F.relu(model.norm(model.a(torch.tanh(x))))
+    return torch.tanh(p) + F.relu(model.norm(model.b(x)))
+
+
+def _read_before(model, x):
+    y = (x.movedim(1, 3) - model.norm.running_mean).movedim(3, 1)
+    return F.relu(model.norm(model.a(x))) + y
+
+
+def _one_behind_the_other(model, x):
+    return F.relu(model.norm(model.b(F.relu(model.norm(model.a(x))))))
+
+
+USES = {
+    "the later branch first": (_later_branch_first, nn.BatchNorm2d, {"a", "b"}),
+    "by two names": (_by_two_names, nn.BatchNorm2d, {"a", "b"}),
+    "by the function": (_later_branch_first, lambda n: NormAct(n, nn.Identity()), {"a", "b"}),
+    "outside of chains first": (_outside_first, nn.BatchNorm2d, set()),
+    "an earlier input later": (_earlier_input_later, nn.BatchNorm2d, set()),
+    "read before it moves": (_read_before, nn.BatchNorm2d, set()),
+    "one behind the other": (_one_behind_the_other, nn.BatchNorm2d, {"a", "b", "last"}),
+}
+
+
+@pytest.mark.parametrize("kind", USES)
+def test_running_statistics_move_in_the_order_of_the_code(kind):
+    """The last use of a batch norm weighs most; in eval mode nothing moves, and chains are whole."""
+    uses, norm, fused = USES[kind]
+    model = UsedTwice(uses, norm(3))
+    model.norm.momentum = 0.5
+    model, _ = make(model=model, policy=marvin.StaticPolicy(8, 8))
+    assert {row.name for row in report(model).rows if row.is_fused} == fused
+    twin, (x, _) = unfused(model), batch(0)
+    for own in (model, twin):
+        for _ in range(3):
+            own(x + 1)
+    near = {"rtol": 0.01, "atol": 2e-3}  # of codes that bfloat16 moves
+    torch.testing.assert_close(model.norm.running_mean, twin.norm.running_mean, **near)
+    torch.testing.assert_close(model.norm.running_var, twin.norm.running_var, **near)
+    assert any("norm" in chain.modules for chain in trace(model.eval(), infers=True).chains)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_nan_in_an_input_is_seen(fused):
     """There is no code for it; the loss must show it, as in the simulation."""
