@@ -168,8 +168,12 @@ class Watch(TorchFunctionMode):
 
 
 class OtherForward:
-    """What a module runs in place of its class's ``forward``; see ``marvin.integer.fusion``."""
+    """What a module runs in place of its class's ``forward``; see ``marvin.integer.fusion``.
 
+    It has no ``__dict__``, of which ``functools.update_wrapper`` would give all to what others wrap around it.
+    """
+
+    __slots__ = "__weakref__", "module"
     module: nn.Module
 
     @property

@@ -63,6 +63,8 @@ class _Nothing:
 class _Forward(OtherForward):
     """The ``forward`` of a module's class, which ends what hooks began: torch calls no hook after an interrupt."""
 
+    __slots__ = ("_end",)
+
     def __init__(self, module: nn.Module, end: Callable[[], None]) -> None:
         self.module, self._end = module, end
 

@@ -65,6 +65,21 @@ class Fused(OtherForward):
         refused: An argument of the last call of which no trace can be made, and its class; "": none.
     """
 
+    __slots__ = (
+        "_defaults",
+        "_lock",
+        "_modes",
+        "_needed",
+        "_order",
+        "_others",
+        "_own",
+        "_places",
+        "_strayed",
+        "_takes_others",
+        "ran",
+        "refused",
+    )
+
     def __init__(self, module: nn.Module) -> None:
         self.module, self.ran, self.refused = module, False, ""
         # torch.compile looks at it where there are no formats: what it made is for this object alone

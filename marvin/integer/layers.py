@@ -62,7 +62,7 @@ class IntegerConv1d(nn.Conv1d):
         Raises:
             TraceError: ``torch.fx`` traces a layer that trains or multiplies codes.
         """
-        return _forward(self, input, super().forward)
+        return _forward(self, input)
 
 
 class IntegerConv2d(nn.Conv2d):
@@ -80,7 +80,7 @@ class IntegerConv2d(nn.Conv2d):
         Raises:
             TraceError: ``torch.fx`` traces a layer that trains or multiplies codes.
         """
-        return _forward(self, input, super().forward)
+        return _forward(self, input)
 
 
 class _FromFloats:
@@ -107,7 +107,7 @@ class IntegerLinear(_FromFloats, nn.Linear):
         Raises:
             TraceError: ``torch.fx`` traces a layer that trains or multiplies codes.
         """
-        return _forward(self, input, super().forward)
+        return _forward(self, input)
 
 
 CLASSES: dict[type[nn.Module], type[nn.Module]] = {
@@ -131,7 +131,7 @@ class TransposedLinear(_FromFloats):
         Raises:
             TraceError: ``torch.fx`` traces a layer that trains or multiplies codes.
         """
-        return _forward(self, x, super().forward)  # pyright: ignore
+        return _forward(self, x)
 
 
 def integer_class(kind: type) -> type | None:
@@ -174,14 +174,18 @@ def __getattr__(name: str) -> type:
 _DIMS = {IntegerConv1d: 3, IntegerConv2d: 4}
 
 
-def _forward(module: Any, x: Tensor, stock: Callable[[Tensor], Tensor]) -> Tensor:
+def _forward(module: Any, x: Tensor) -> Tensor:
     """Multiply codes where the formats of now allow it, else as the layer that was."""
+    kind = getattr(type(module), "_integer_stock", None)
+    if kind is None:  # reverted, but others keep the method of before, as accelerate does
+        return type(module).forward(module, x)
+    stock = kind.forward
     formats, state = carried(module)
     if state is not None:
         return uncompiled(_train)(module, x, stock, formats, state)
     product = _chosen(module, x, formats)
     if product is None:
-        return stock(x)
+        return stock(module, x)
     options = getattr(module, OPTIONS)
     layer = autograd.Layer(product, options)
     if not is_traced():
@@ -194,20 +198,20 @@ def _forward(module: Any, x: Tensor, stock: Callable[[Tensor], Tensor]) -> Tenso
     y = autograd.multiply_traceably(x, weight_of(module), module.bias, layer)
     if is_exported() or not lone_run.wants_gradient(module, x):
         return y
-    floats = stock(x)  # codes have no gradients
+    floats = stock(module, x)  # codes have no gradients
     return y.detach() + (floats - floats.detach())
 
 
 def _train(
     module: Any,
     x: Tensor,
-    stock: Callable[[Tensor], Tensor],
+    stock: Callable[[nn.Module, Tensor], Tensor],
     formats: ModuleFormats,
     state: ForwardState,
 ) -> Tensor:
     product, noise = _chosen(module, x, formats), None
     if product is None:
-        return stock(x)
+        return stock(module, x)
     if not module.training:
         look_at(module)
     elif torch.is_grad_enabled():

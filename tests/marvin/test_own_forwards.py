@@ -187,6 +187,54 @@ def test_copies_of_a_wrapped_model_compute_with_weights_of_their_own(made):
         assert model(data()).abs().max() > 0
 
 
+def hooked(model):
+    """Wrap the forwards of a model and its parts as Accelerate's hooks do: a partial with all that the forward has."""
+
+    def run(module, *args, **kwargs):
+        return module._old_forward(*args, **kwargs)
+
+    for module in model.modules():
+        module._old_forward = module.forward
+        own = functools.partial(run, module)
+        module.forward = functools.update_wrapper(own, module._old_forward)
+
+
+@pytest.mark.parametrize("made", [copy.deepcopy, marvin.freeze])
+def test_a_model_whose_forwards_are_partials_is_copied(made):
+    model = Net()
+    optimizer = make(model)
+    convert(model)
+    train(model, optimizer)
+    model.eval()
+    with torch.no_grad():
+        y = model(data())
+        hooked(model)
+        assert not {"module", "_end", "_modes"} & {*vars(model.forward)}
+        torch.testing.assert_close(model(data()), y, rtol=0, atol=0)
+        other = made(model)
+        torch.testing.assert_close(other(data()), y, rtol=0, atol=0)
+        for p in other.parameters():
+            p.zero_()
+        assert other(data()).abs().max() == 0
+        assert model(data()).abs().max() > 0
+
+
+def test_forwards_that_others_keep_run_after_revert():
+    model = Net()
+    optimizer = make(model)
+    convert(model)
+    train(model, optimizer)
+    model.eval()
+    expected = copy.deepcopy(model)
+    revert(expected)
+    hooked(model)
+    revert(model)
+    torch.testing.assert_close(model(data()), expected(data()), rtol=0, atol=0)
+    for module in model.modules():  # as when Accelerate takes its hooks off
+        module.forward = vars(module).pop("_old_forward")
+    torch.testing.assert_close(model(data()), expected(data()), rtol=0, atol=0)
+
+
 def cloned(module):
     """Copy attributes and tensors, as libraries for meta-learning do."""
     clone = module.__new__(type(module))
