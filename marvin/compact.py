@@ -299,7 +299,13 @@ def check_saved(own: StateDict, moments: StateDict, shape: torch.Size) -> None:
 def size_bytes(own: StateDict, moments: StateDict) -> int:
     """Return the bytes of a parameter's tensors, as this process holds them."""
     tensors = [*own.values(), *moments.values()]
-    return sum(local(x).nbytes for x in tensors if isinstance(x, Tensor))
+    return sum(_bytes_of(local(x)) for x in tensors if isinstance(x, Tensor))
+
+
+def _bytes_of(x: Tensor) -> int:
+    flatten = getattr(x, "__tensor_flatten__", None)  # of tensors that are made of others
+    names = flatten()[0] if flatten else ()
+    return sum(_bytes_of(getattr(x, name)) for name in names) if names else x.nbytes
 
 
 @contextmanager

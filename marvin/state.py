@@ -14,7 +14,7 @@ from marvin.compact import SUFFIXES, check_saved
 from marvin.policies.base import Policy, fields_of
 from marvin.policies.records import check_plain, plain_value, restored, restored_value
 from marvin.sgd import SGD
-from marvin.shards import Shard, laid_as, local
+from marvin.shards import Shard, is_sharded, laid_as, local
 from marvin.warned import listed
 
 __all__ = [
@@ -385,7 +385,7 @@ def spread_state(state_dict: Mapping[str, Any], shards: Sequence[Shard]) -> dict
     torch would go on with the tensors of the state that it is given, and change them.
     """
     states = {
-        index: {name: v.clone() if isinstance(v, Tensor) else v for name, v in own.items()}
+        index: {name: _copied(v) if isinstance(v, Tensor) else v for name, v in own.items()}
         for index, own in state_dict["state"].items()
     }
     for index, shard in enumerate(shards):
@@ -397,6 +397,16 @@ def spread_state(state_dict: Mapping[str, Any], shards: Sequence[Shard]) -> dict
                 for name, value in states[index].items()
             }
     return {**state_dict, "state": states}
+
+
+def _copied(x: Tensor) -> Tensor:
+    """Return a copy; of a tensor that is made of others one of copies: not all can be cloned, as torchao's low-bit states."""
+    flatten, unflatten = (getattr(x, f"__tensor_{way}flatten__", None) for way in ("", "un"))
+    if flatten is None or unflatten is None or is_sharded(x):
+        return x.clone()
+    names, context = flatten()
+    parts = {name: _copied(getattr(x, name)) for name in names}
+    return unflatten(parts, context, x.shape, x.stride())
 
 
 def _is_spread(name: str, value: Tensor, shard: Shard) -> bool:

@@ -63,6 +63,50 @@ class Novograd(torch.optim.Optimizer):
             p.sub_(step, alpha=self.param_groups[0]["lr"])
 
 
+class Codes(torch.Tensor):
+    """Numbers of 8 bits with their scale, of which torch knows no copy, like the states of torchao's optimizers."""
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    def __repr__(self):
+        return f"Codes({self.codes.tolist()}, {self.scale.item()})"
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts, context, size, stride):
+        return cls(**parts)
+
+    @classmethod
+    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
+        (x,) = args
+        if operator in (torch.ops.aten._to_copy.default, torch.ops.aten.detach.default):
+            return cls(x.codes, x.scale)
+        raise NotImplementedError(operator)
+
+
+class LowBits(torch.optim.Optimizer):
+    """Momentum that is kept in codes."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            own = self.state[p].setdefault("exp_avg", Codes(p.to(torch.int8) * 0, p.new_ones(())))
+            moment = own.codes * own.scale * 0.9 + p.grad
+            own.scale.copy_(moment.abs().max() / 127)
+            own.codes.copy_((moment / own.scale).round())
+            p.sub_(moment, alpha=self.param_groups[0]["lr"])
+
+
 def orthogonal(matrix):
     x = matrix / (matrix.norm() + 1e-7)
     for _ in range(3):
@@ -156,6 +200,31 @@ def test_resume_equals_never_stopping(kind, policy, dtype):
     assert (len(optimizer.trace) >= 4) == (policy == "marvin")
     for state in optimizer.optimizer.state.values():
         assert all(v.dtype is torch.float32 for v in state.values() if torch.is_tensor(v))
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_states_of_tensors_that_are_made_of_others_are_copied(steps):
+    def build():
+        model = make_model()
+        return model, Quantized(LowBits(model.named_parameters()), FixedPolicy(10, 6))
+
+    (model, optimizer), (resumed, resumed_optimizer) = build(), build()
+    train(model, optimizer, 5)
+    if steps:
+        train(resumed, resumed_optimizer, steps)
+    state = optimizer.state_dict()
+    resumed.load_state_dict(model.state_dict())
+    resumed_optimizer.load_state_dict(state)
+    train(model, optimizer, 5, start=5)
+    train(resumed, resumed_optimizer, 5, start=5)
+    assert_same_bits(dict(model.state_dict()), dict(resumed.state_dict()))
+    runs = optimizer, resumed_optimizer
+    one, two = (own.state_dict()["optimizer"]["state"] for own in runs)
+    assert repr(one) == repr(two)
+    assert one[0]["exp_avg"].codes.unique().numel() > 10
+    size = model[0].weight.numel()  # codes, their scale, and a master
+    assert optimizer.state_bytes()["0.weight"] == 5 * size + 4
+    assert one[0]["exp_avg"].codes.data_ptr() != two[0]["exp_avg"].codes.data_ptr()
 
 
 @pytest.mark.parametrize("normalize", [True, False])
