@@ -5,11 +5,12 @@ with random weights goes through a few steps, so that it has formats, and its lo
 with those of the integers.
 """
 
-from perfmodel.arguments import Parser
+from perfmodel.arguments import Parser, stop_at_interrupt
 
 PARSER = Parser("python -m benchmarks.biases", "How far integer biases move logits.")
 
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     PARSER.parse_args()
 
 import torch

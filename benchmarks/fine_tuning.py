@@ -12,7 +12,7 @@ two on a core; each is written to ``results/fine_tuning.csv`` when it ends, and 
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perfmodel.arguments import Parser, whole
+from perfmodel.arguments import Parser, stop_at_interrupt, whole
 
 _DIVISION = {"block": 8, "bits": 2}
 WAYS: dict[str, dict[str, Any]] = {
@@ -31,6 +31,7 @@ PARSER.add_argument("--threads", type=whole(1), help="torch's (default: as torch
 PARSER.add_argument("--folder", type=Path, default=Path("runs/fine_tuning"))
 
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     PARSER.parse_args()
 
 import argparse

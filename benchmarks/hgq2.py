@@ -11,12 +11,13 @@ down takes long, it has a second run of five times our epochs. The test images a
 that were chosen.
 """
 
-from perfmodel.arguments import Parser
+from perfmodel.arguments import Parser, stop_at_interrupt
 
 PARSER = Parser("python -m benchmarks.hgq2", (__doc__ or "").partition("\n")[0])
 PARSER.add_argument("--time", action="store_true", help="time steps instead, on an idle machine")
 
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     PARSER.parse_args()
 
 import json

@@ -3,13 +3,14 @@
 python -m benchmarks.logits
 """
 
-from perfmodel.arguments import Parser, whole
+from perfmodel.arguments import Parser, stop_at_interrupt, whole
 
 PARSER = Parser("python -m benchmarks.logits", (__doc__ or "").partition("\n")[0])
 PARSER.add_argument("--seeds", type=whole(1), default=5)
 PARSER.add_argument("--steps", type=whole(200), default=400)
 
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     PARSER.parse_args()
 
 import warnings

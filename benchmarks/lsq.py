@@ -11,7 +11,7 @@ Source: Esser, McKinstry, Bablani, Appuswamy and Modha, Learned Step Size Quanti
 trained from the beginning, where the paper fine-tunes a float32 network; weight decay on steps too.
 """
 
-from perfmodel.arguments import Parser
+from perfmodel.arguments import Parser, stop_at_interrupt
 
 NAMES = "resnet20", "alexnet", "vit"
 PARSER = Parser(
@@ -23,6 +23,7 @@ PARSER.add_argument("--model", choices=NAMES, default="resnet20")
 PARSER.add_argument("--bits", type=int, choices=range(2, 9), default=4)
 
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     PARSER.parse_known_args()
 
 import math

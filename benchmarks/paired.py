@@ -9,7 +9,7 @@ average is close is no proof; that it is not worse by more than a margin is show
 95 % bound of the paired differences, by Student's t, lies above minus the margin.
 """
 
-from perfmodel.arguments import Parser, message_of, real
+from perfmodel.arguments import Parser, message_of, real, stop_at_interrupt
 
 MARGIN = 0.5  # points of accuracy
 PARSER = Parser("python -m benchmarks.paired", (__doc__ or "").partition("\n")[0])
@@ -17,6 +17,7 @@ PARSER.add_argument("words", nargs="+", metavar="NAME=RUN [RUN ...]")
 PARSER.add_argument("--margin", type=real(), default=MARGIN, help="points of accuracy")
 
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     PARSER.parse_args()
 
 import itertools

@@ -6,11 +6,12 @@ The networks of ``benchmarks/ops/targets.py``: random weights, statistics of the
 of 8. OpenVINO runs in ``.venv-openvino``, which ``make .venv-openvino/installed`` makes.
 """
 
-from perfmodel.arguments import Parser
+from perfmodel.arguments import Parser, stop_at_interrupt
 
 PARSER = Parser("python -m benchmarks.qdq", (__doc__ or "").partition("\n")[0])
 
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     PARSER.parse_args()
 
 import os

@@ -9,11 +9,12 @@ loaded several times: where the runtime puts them in memory changes the time of 
 compared with the integers first. The processor must have VNNI.
 """
 
-from perfmodel.arguments import Parser
+from perfmodel.arguments import Parser, stop_at_interrupt
 
 PARSER = Parser("python -m benchmarks.quantize_static", (__doc__ or "").partition("\n")[0])
 
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     PARSER.parse_args()
 
 import random

@@ -13,7 +13,7 @@ says so.
 from pathlib import Path
 
 from benchmarks.experiments import EXPERIMENTS, PLAIN, Experiment
-from perfmodel.arguments import Parser, encodable, message_of, real, whole
+from perfmodel.arguments import Parser, encodable, message_of, real, stop, stop_at_interrupt, whole
 
 PARSER = Parser(
     "python -m benchmarks.reproduce",
@@ -44,6 +44,7 @@ PARSER.add_argument("--results", type=Path, help="also put the section into this
 PARSER.add_argument("--data-name", help="what to call the data, e.g. 'CIFAR-10 (JPEG q75)'")
 
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     PARSER.parse_known_args()
 
 import argparse
@@ -82,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _reproduce(sys.argv[1:] if argv is None else argv)
     except (UserError, OSError) as error:
         sys.exit(f"python -m benchmarks.reproduce: error: {message_of(error)}")
+    except KeyboardInterrupt:
+        stop("stopped; the same command, without --resume, goes on where it stopped")
 
 
 def _reproduce(argv: Sequence[str]) -> None:
@@ -165,6 +168,9 @@ def go_on(runs: Sequence[PlannedRun], minutes: float | None) -> None:
             process.send_signal(signal.SIGINT)
             process.wait()
             return
+        except KeyboardInterrupt:  # it has come to the script, too, which then says so
+            process.wait()
+            raise
         if code:
             sys.exit(f"{run.folder} stopped with status {code}")
 

@@ -7,7 +7,7 @@ Rows are printed, and written, when they are measured. An operation whose tests 
 
 from pathlib import Path
 
-from perfmodel.arguments import Parser, real, whole
+from perfmodel.arguments import Parser, real, stop_at_interrupt, whole
 
 ROOT = Path(__file__).parent.parent
 OPS = sorted(path.stem for path in (ROOT / "benchmarks/ops").glob("[!_]*.py"))
@@ -24,6 +24,7 @@ PARSER.add_argument(
 )
 
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     PARSER.parse_args()
 
 import gc

@@ -13,7 +13,7 @@ Made-up inputs for all that computes, compared with an oracle that shares no cod
 (``benchmarks/fuzz``). Ends with status 1 at the first wrong one, with the line that repeats it.
 """
 
-from perfmodel.arguments import Parser, whole
+from perfmodel.arguments import Parser, stop_at_interrupt, whole
 
 PARSER = Parser("python -m benchmarks.soak", (__doc__ or "").partition("\n")[0])
 PARSER.add_argument("--kills", type=whole(0), default=50)
@@ -30,6 +30,7 @@ WHICH.add_argument("--interpreter", action="store_true", help="Triton's, for CPU
 WHICH.add_argument("--pytorch", action="store_true", help="plain PyTorch, for CPU tensors")
 
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     PARSER.parse_args()
 
 import argparse

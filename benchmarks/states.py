@@ -9,7 +9,7 @@ multiply integers, formats are the loss budget's. A share that is right is of wh
 minute on a core; each is written to ``results/states.csv`` when it ends, and not made again while it is there.
 """
 
-from perfmodel.arguments import Parser, whole
+from perfmodel.arguments import Parser, stop_at_interrupt, whole
 
 PARSER = Parser("python -m benchmarks.states", (__doc__ or "").partition("\n")[0])
 PARSER.add_argument("--tasks", nargs="+", choices=["digits", "text"], default=["digits", "text"])
@@ -18,6 +18,7 @@ PARSER.add_argument("--steps", type=whole(1), default=400, help="of text")
 PARSER.add_argument("--threads", type=whole(1), help="torch's (default: as torch chooses)")
 
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     PARSER.parse_args()
 
 import csv

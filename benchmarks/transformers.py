@@ -5,7 +5,7 @@ on images of 32x32, and an encoder of torch on the pixels as 64 words of 17. Eac
 rounds weights and what layers take, and exported, where norms and softmax are integers, too.
 """
 
-from perfmodel.arguments import Parser
+from perfmodel.arguments import Parser, stop_at_interrupt
 
 PARSER = Parser(
     "python -m benchmarks.transformers",
@@ -13,6 +13,7 @@ PARSER = Parser(
 )
 
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     PARSER.parse_args()
 
 from importlib import resources

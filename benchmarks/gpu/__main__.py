@@ -8,7 +8,7 @@ what there is is written after each, to benchmarks/results/gpu.json and gpu.md.
 
 from pathlib import Path
 
-from perfmodel.arguments import Parser, real
+from perfmodel.arguments import Parser, real, stop_at_interrupt
 
 RESULT = Path("benchmarks/results/gpu.json")
 PARSER = Parser("python -m benchmarks.gpu", (__doc__ or "").partition("\n")[0])
@@ -18,6 +18,7 @@ PARSER.add_argument(
 )
 
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     PARSER.parse_args()
 
 import sys

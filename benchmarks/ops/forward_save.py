@@ -7,11 +7,12 @@ what a segment keeps while it is recomputed. Offloading is ``save_on_cpu``, whos
 on a CPU it moves nothing.
 """
 
-from perfmodel.arguments import Parser
+from perfmodel.arguments import Parser, stop_at_interrupt
 
 PARSER = Parser("python -m benchmarks.ops.forward_save", (__doc__ or "").partition("\n")[0])
 
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     PARSER.parse_args()
 
 import copy

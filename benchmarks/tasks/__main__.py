@@ -9,7 +9,7 @@ seconds on a core; each is written to ``results/tasks.csv`` when it ends, and no
 
 from pathlib import Path
 
-from perfmodel.arguments import Parser, whole
+from perfmodel.arguments import Parser, stop_at_interrupt, whole
 
 PARSER = Parser("python -m benchmarks.tasks", (__doc__ or "").partition("\n")[0])
 PARSER.add_argument("--tasks", nargs="+", help="(default: all)")
@@ -18,6 +18,7 @@ PARSER.add_argument("--seeds", type=whole(1), default=3)
 PARSER.add_argument("--threads", type=whole(1), help="torch's (default: as torch chooses)")
 
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     PARSER.parse_args()
 
 import math

@@ -272,6 +272,27 @@ def test_time_over_interrupts_and_the_next_call_goes_on(tmp_path, monkeypatch):
     ]
 
 
+def test_ctrl_c_waits_for_the_script_and_is_one_line(tmp_path, monkeypatch, capsys):
+    waits = []
+
+    class Interrupted:
+        def __init__(self, command):
+            pass
+
+        def wait(self, timeout=None):
+            waits.append(timeout)
+            if len(waits) == 1:
+                raise KeyboardInterrupt
+            return 130
+
+    monkeypatch.setattr(reproduce.subprocess, "Popen", Interrupted)
+    with pytest.raises(SystemExit) as end:
+        reproduce.main(["marvin", *SMALL, "--folder", str(tmp_path)])
+    assert (end.value.code, waits) == (130, [None, None])
+    said = "\nstopped; the same command, without --resume, goes on where it stopped\n"
+    assert capsys.readouterr().err == said
+
+
 def test_the_picture_of_a_comparison_without_word_lengths_has_losses(tmp_path):
     folder = tmp_path / "exact-seed0"
     folder.mkdir()
