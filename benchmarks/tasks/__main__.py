@@ -12,8 +12,8 @@ from pathlib import Path
 from perfmodel.arguments import Parser, stop_at_interrupt, whole
 
 PARSER = Parser("python -m benchmarks.tasks", (__doc__ or "").partition("\n")[0])
-PARSER.add_argument("--tasks", nargs="+", help="(default: all)")
-PARSER.add_argument("--ways", nargs="+", help="(default: all)")
+PARSER.add_argument("--tasks", nargs="+", metavar="NAME", help="of the table's rows (default: all)")
+PARSER.add_argument("--ways", nargs="+", metavar="NAME", help="of its columns (default: all)")
 PARSER.add_argument("--seeds", type=whole(1), default=3)
 PARSER.add_argument("--threads", type=whole(1), help="torch's (default: as torch chooses)")
 
@@ -90,6 +90,10 @@ def _cell(found: Sequence[Run]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Make the runs that are missing, seed by seed, and print the table."""
     chosen = PARSER.parse_args(arguments)
+    for flag, given, known in (("tasks", chosen.tasks, TASKS), ("ways", chosen.ways, WAYS)):
+        if unknown := set(given or ()) - set(known):
+            names = "; ".join(known)
+            PARSER.error(f"--{flag} must be of {names}, got {'; '.join(sorted(unknown))}")
     torch.set_num_threads(chosen.threads or torch.get_num_threads())
     for seed in range(chosen.seeds):
         for task in chosen.tasks or TASKS:

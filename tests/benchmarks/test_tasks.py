@@ -43,6 +43,22 @@ def test_runs_are_written_once(few_steps, monkeypatch, capsys):
     assert "| U-Net | overlap, %, more is better |" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tasks", "U-Net", "regresion"], "--tasks must be of regression, targets 1; "),
+        (["--ways", "MSGD", "foo"], "--ways must be of float32; MSGD; "),
+    ],
+)
+def test_names_that_are_none_are_refused(words, said, few_steps, capsys):
+    with pytest.raises(SystemExit) as end:
+        tasks.main(words)
+    error = capsys.readouterr().err
+    assert end.value.code == 2
+    assert f"error: {said}" in error
+    assert f"got {words[-1]} (" in error
+
+
 def test_an_error_ends_a_run_and_is_told(few_steps, monkeypatch):
     def refused(training):
         classify(training, parts.digit_net())
