@@ -116,8 +116,13 @@ def keep(training: Training) -> None:
             own.checkpoint.unlink(missing_ok=True)
 
 
-def draw(candidates: Sequence[Candidate]) -> Figure:
-    """Return the figure: every epoch, a colour for each run, and the front as a line."""
+def draw(candidates: Sequence[Candidate], part: str) -> Figure:
+    """Return the figure: every epoch, a colour for each run, and the front as a line.
+
+    Args:
+        candidates: What to draw.
+        part: Of which images the accuracies are: ``validation`` or ``training``.
+    """
     figure = Figure(figsize=(7, 4), layout="constrained", dpi=150)
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -128,14 +133,15 @@ def draw(candidates: Sequence[Candidate]) -> Figure:
     axes.step(*zip(*best, strict=True), where="post", color="black", linewidth=1, label="front")
     axes.set_xscale("log")
     axes.set_xlabel("EBOPs, millions (modelled)")
-    axes.set_ylabel("validation accuracy, %")
+    axes.set_ylabel(f"{part} accuracy, %")
     axes.legend(frameon=False, fontsize=8)
     return figure
 
 
-def _check_alike(runs: Sequence[Path]) -> None:
-    """Refuse runs whose accuracies are of other images."""
+def _part_of(runs: Sequence[Path]) -> str:
+    """Return the part whose images the accuracies are of; refuse runs of which it is not the same."""
     found: dict[str, Path] = {}
+    part = ""
     for run in runs:
         config = read_config(run)
         share, limit = (config.get(n, getattr(Config, n)) for n in ("validation_share", "limit"))
@@ -147,11 +153,12 @@ def _check_alike(runs: Sequence[Path]) -> None:
         raise RunError(
             f"accuracies must be of the same images, got those of {got}: call this for each"
         )
+    return part
 
 
 def _show(runs: Sequence[Path]) -> None:
     """Print and draw the front of runs."""
-    _check_alike(runs)
+    part = _part_of(runs)
     for run in runs:
         if read_run(run).lacks_products:
             print(f"{run}: {LACKS_PRODUCTS}")
@@ -161,7 +168,7 @@ def _show(runs: Sequence[Path]) -> None:
         cost, accuracy = f"{own.ebops / 1e6:.3g} M EBOPs", f"{own.accuracy:.2%}"
         print(f"{cost:>16}  {accuracy:>7}  {own.run}, epoch {own.epoch}{kept}")
     picture = io.BytesIO()
-    draw(found).savefig(picture, format="png", metadata={"Software": None})
+    draw(found, part).savefig(picture, format="png", metadata={"Software": None})
     path = runs[0] / FILE
     write_atomic(path, picture.getvalue())
     print(f"figure {path}")

@@ -10,8 +10,9 @@ import torch
 
 from perfmodel.run import read_run
 from perfmodel.summary import totals
+from train import front as train_front
 from train.config import to_dict
-from train.front import Candidate, candidates_of, front, main
+from train.front import Candidate, candidates_of, draw, front, main
 from train.records import read_csv
 
 
@@ -55,6 +56,15 @@ def test_a_run_keeps_the_checkpoints_of_its_front(run, tiny, tmp_path, capsys, p
     assert [text.count(str(own.checkpoint)) for own in best] == [1] * len(best)
     assert text.count(" M EBOPs ") == len(best)  # each run once, however it is spelled
     assert (folder / "front.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("share", "part"), [(0.0, "training"), (0.5, "validation")])
+def test_the_picture_says_which_images_were_asked(run, tiny, tmp_path, monkeypatch, share, part):
+    run(dataclasses.replace(tiny, policy="none", epochs=1, validation_share=share))
+    drawn = []
+    monkeypatch.setattr(train_front, "draw", lambda *own: drawn.append(draw(*own)) or drawn[-1])
+    main([str(tmp_path / "run")])
+    assert [axes.get_ylabel() for axes in drawn[0].axes] == [f"{part} accuracy, %"]
 
 
 def test_a_folder_that_is_no_run_is_one_line(tmp_path):
