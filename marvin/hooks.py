@@ -86,12 +86,18 @@ class _Outputs(_Hook):
 
 
 class _Loading(_Hook):
-    """Refuses numbers that are no formats; where a state has none, those of the module stay, and are awaited no more."""
+    """Refuses numbers that are no formats; where a state has none, or a head's that was left out, those of the module stay.
+
+    They are awaited no more.
+    """
 
     def __call__(self, module: nn.Module, state: StateDict, prefix: str, *rest: Any) -> None:
         errors: list[str] = rest[-1]
         own = getattr(module, BUFFER)
         loaded = state.setdefault(prefix + BUFFER, own.detach().clone())
+        names = [prefix + name for name, _ in module.named_parameters()]
+        if names and loaded.shape != own.shape and not any(name in state for name in names):
+            loaded = state[prefix + BUFFER] = own.detach().clone()  # of weights that were left out
         try:
             if decode_formats(loaded, prefix + BUFFER).is_awaited:
                 state[prefix + BUFFER] = no_longer_awaited(loaded)

@@ -174,6 +174,25 @@ def test_a_float_state_loads_and_formats_stay():
     same(seen[0], first)
 
 
+@pytest.mark.parametrize("policy", ["budget", "channels"])
+def test_a_state_without_its_head_loads_into_a_model_with_another_head(policy):
+    first, optimizer = make(policy)
+    train(first, optimizer, 5)
+    state = {k: v for k, v in first.state_dict().items() if k not in ("6.weight", "6.bias")}
+    model = net(1)
+    model[6] = nn.Linear(8, 9)
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.05)
+    marvin.quantize_activations(model, marvin.Quantized(sgd, POLICIES[policy]()))
+    before = model.state_dict()["6." + BUFFER].clone()
+    assert state["6." + BUFFER].shape != before.shape
+    found = model.load_state_dict(state, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["6.weight", "6.bias"], [])
+    same(model.state_dict()["6." + BUFFER], before)
+    same(model.state_dict()["3." + BUFFER], first.state_dict()["3." + BUFFER])
+    with pytest.raises(RuntimeError, match=r"size mismatch for 6\.fixed_point"):
+        model.load_state_dict(first.state_dict(), strict=False)
+
+
 def test_a_whole_model_is_saved_and_loaded_in_another_process(tmp_path):
     model, optimizer = make()
     train(model, optimizer, 5)
