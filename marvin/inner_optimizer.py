@@ -1,4 +1,4 @@
-"""The optimizer inside of a ``Quantized``: which are refused, and who may step it."""
+"""The optimizer inside of a ``Quantized``: which are refused, and who may step, save and load it."""
 
 import inspect
 import weakref
@@ -100,10 +100,12 @@ def closure_needed(optimizer: Optimizer) -> ValueError:
 
 
 class OwnStep:
-    """Refuses steps of a wrapped optimizer that its ``Quantized`` does not do itself.
+    """Refuses steps and states of a wrapped optimizer that its ``Quantized`` does not ask for itself.
+
+    Its own state is that of masters, which its groups hold only while ``Quantized`` works with it.
 
     Attributes:
-        is_open: Whether the step that comes is ``Quantized``'s.
+        is_open: Whether ``Quantized`` works with it.
         owner: The ``Quantized``.
     """
 
@@ -116,12 +118,30 @@ class OwnStep:
 
     def __call__(self, optimizer: Optimizer, *_: object) -> None:
         """See ``torch.optim.Optimizer.register_step_pre_hook``."""
+        self._refuse(optimizer, "step", "moves masters by", "step(loss=loss)")
+
+    def save(self, optimizer: Optimizer) -> None:
+        """See ``torch.optim.Optimizer.register_state_dict_pre_hook``."""
+        self._refuse(optimizer, "state_dict", "has the masters of", "state_dict()")
+
+    def load(self, optimizer: Optimizer, _: StateDict) -> None:
+        """See ``torch.optim.Optimizer.register_load_state_dict_pre_hook``."""
+        what, why = "load_state_dict", "has the masters of"
+        also = f"; load a state of {type(optimizer).__name__} alone before that line"
+        self._refuse(optimizer, what, why, "load_state_dict(state)", also)
+
+    def _refuse(self, optimizer: Optimizer, what: str, why: str, call: str, also: str = "") -> None:
+        """Refuse a call, if the ``Quantized`` is there and does not make it.
+
+        Raises:
+            RuntimeError: So it is.
+        """
         owner = self.owner and self.owner()
         if owner is not None and not self.is_open:
+            name = type(optimizer).__name__
             raise RuntimeError(
-                f"step must be that of {type(owner).__name__}, which moves masters by this "
-                f"{type(optimizer).__name__}, got the {type(optimizer).__name__}'s own: write "
-                "optimizer.step(loss=loss), where optimizer = marvin.Quantized(...)"
+                f"{what} must be that of {type(owner).__name__}, which {why} this {name}, got the {name}'s "
+                f"own: write optimizer.{call}, where optimizer = marvin.Quantized(...){also}"
             )
 
 
@@ -160,7 +180,7 @@ class OwnMode:
 
 
 def guard_step(owner: Optimizer, wrapped: Optimizer) -> OwnStep:
-    """Let no one but ``owner`` step the optimizer that it wraps, and its modes be the owner's."""
+    """Let no one but ``owner`` step, save and load the optimizer that it wraps, and its modes be the owner's."""
     for name in _MODES:
         if hasattr(type(wrapped), name):
             setattr(wrapped, name, OwnMode(name, owner))
@@ -168,6 +188,8 @@ def guard_step(owner: Optimizer, wrapped: Optimizer) -> OwnStep:
     if guard is None:  # copies of an optimizer have no hooks
         guard = OwnStep()
         wrapped.register_step_pre_hook(guard)
+        wrapped.register_state_dict_pre_hook(guard.save)
+        wrapped.register_load_state_dict_pre_hook(guard.load)
     guard.owner = weakref.ref(owner)
     return guard
 

@@ -29,6 +29,7 @@ from marvin.compact import (
 )
 from marvin.compact_moves import Moved
 from marvin.display import columns, plot_word_lengths
+from marvin.inner_optimizer import OwnStep
 from marvin.layers import ParameterTable
 from marvin.marks import Mark, marks_of
 from marvin.noise import Purpose, stream
@@ -137,6 +138,7 @@ class WithMasters(Optimizer):
     _plans: Plans
     _is_made = True  # but while it is
     _turn: RLock  # of who changes it, or reads its state; see ``marvin.turns``
+    _own_step: OwnStep  # open while groups of the wrapped one hold masters
     _lent: Sequence[list[Tensor]] = ()  # parameters of the groups, while these hold masters
     stored: tuple[Stored, ...] = ()  # have the weights' values between two steps
     _claims: int  # of all optimizers, when this one's parameters were last known to be its own
@@ -294,6 +296,7 @@ class WithMasters(Optimizer):
         try:
             for group, own in zip(self.optimizer.param_groups, masters, strict=True):
                 group["params"] = own
+            self._own_step.is_open = True
             yield
         finally:
             self._take_groups_back()
@@ -302,6 +305,7 @@ class WithMasters(Optimizer):
         """Let groups hold the parameters, also where an interrupt kept ``_on_masters`` from it."""
         for group, own in zip(self.optimizer.param_groups, self._lent, strict=False):
             group["params"] = own
+        self._own_step.is_open = False
         self._lent = ()
 
     def _write(self, params: Sequence[Tensor], purpose: Purpose) -> None:

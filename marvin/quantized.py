@@ -79,7 +79,8 @@ class Quantized(SavesState, AskedByScaler):
     3. writes the masters to the model, rounded.
 
     Call ``step``, ``zero_grad``, ``state_dict`` and ``load_state_dict`` on this object, not on the
-    wrapped one, whose ``step`` now refuses; a learning-rate scheduler may have either. Parameter groups are common to both,
+    wrapped one, which refuses all but ``zero_grad`` now; a state that it saved alone, in float32, is loaded before.
+    A learning-rate scheduler may have either. Parameter groups are common to both,
     and hold the hyper-parameters of the policy and those below too: a group may differ.
 
     Of optimizers that evaluate other weights than they train (schedule-free ones), call ``train`` and
@@ -756,7 +757,6 @@ class Quantized(SavesState, AskedByScaler):
             for master, shard, grad in moved:  # compact ones have their memory from here on
                 master.grad = shard.to_dtensor(laid_as(grad, local(master)))
             try:
-                self._own_step.is_open = True
                 with without_global_step_hooks():  # which see this optimizer's
                     self.optimizer.step()
             except Exception as error:
@@ -764,6 +764,5 @@ class Quantized(SavesState, AskedByScaler):
                     raise closure_needed(self.optimizer) from error
                 raise
             finally:
-                self._own_step.is_open = False
                 for master, *_ in moved:
                     master.grad = None

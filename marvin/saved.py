@@ -13,7 +13,7 @@ from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from marvin import state as states
 from marvin.compact import is_compact, master_of, size_bytes
 from marvin.groups import FollowsGroups
-from marvin.inner_optimizer import OwnStep, guard_step
+from marvin.inner_optimizer import guard_step
 from marvin.layers import layout_of
 from marvin.masters import Counts
 from marvin.plans import Plans
@@ -33,8 +33,6 @@ _DROPS = "torch.distributed.checkpoint.state_dict"
 @for_wrappers
 class SavesState(FollowsGroups):
     """An optimizer whose state decides its future, to the bit; see ``Quantized``."""
-
-    _own_step: OwnStep
 
     @left_uncompiled
     @in_turn

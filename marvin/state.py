@@ -285,6 +285,11 @@ def _check_common(state_dict: Mapping[str, object]) -> None:
                 ", without the formats: torch.distributed.checkpoint.state_dict (Lightning's ModelParallelStrategy) "
                 "drops them; write marvin.save_sharded and marvin.load_sharded"
             )
+        elif set(_KEYS[1]) == state_dict.keys():
+            why = (
+                ", as a float optimizer has: load it into that one, and then write "
+                "optimizer = marvin.Quantized(...)"
+            )
         raise ValueError(
             "the state must be of marvin.Quantized or marvin.MSGD, got one with "
             f"{sorted(map(str, state_dict))}{why}"

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 import fixedpoint_kernels
 import marvin
+from tests.same import assert_same
 
 FIXED = fixedpoint_kernels.FixedPoint(8, 4)
 
@@ -122,6 +123,49 @@ def test_the_wrapped_optimizers_own_step_is_refused():
         assert all(moments["step"] == 1 for moments in wrapped.state.values())
         with pytest.raises(RuntimeError, match="got the Adam's own"):
             wrapped.step()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_the_wrapped_optimizers_own_state_is_refused(steps):
+    """It would save no formats, and load moments of parameters, which no step reads."""
+    net = model()
+    adam = torch.optim.Adam(net.named_parameters())
+    alone = adam.state_dict()
+    optimizer = marvin.Quantized(adam, marvin.FixedPolicy())
+    for _ in range(steps):
+        net(torch.ones(2, 4)).sum().backward()
+        optimizer.step(loss=1.0)
+    pairs = [(optimizer, adam)]
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        pairs.append((other, other.optimizer))
+    for own, wrapped in pairs:
+        before = own.state_dict()
+        own.load_state_dict(before)
+        message = r"^state_dict must be .*got the Adam's own: write optimizer\.state_dict\(\), "
+        with pytest.raises(RuntimeError, match=message):
+            wrapped.state_dict()
+        message = r"got the Adam's own: write optimizer\.load_.*; load a state of Adam alone before"
+        with pytest.raises(RuntimeError, match=message):
+            wrapped.load_state_dict(alone)
+        with pytest.raises(ValueError, match=r", as a float optimizer has: load it into that one"):
+            own.load_state_dict(alone)
+        assert_same(own.state_dict(), before)
+
+
+def test_a_float_state_is_loaded_before_the_wrap_and_gone_on_with():
+    """Moments and steps are those of the state, as the messages promise."""
+    net = model()
+    adam = torch.optim.Adam(net.named_parameters(), lr=0.1)
+    for _ in range(3):
+        net(torch.ones(2, 4)).sum().backward()
+        adam.step()
+    later = torch.optim.Adam(net.named_parameters())
+    later.load_state_dict(adam.state_dict())
+    optimizer = marvin.Quantized(later, marvin.FixedPolicy())
+    optimizer.step(loss=1.0)
+    steps = [row["step"] for row in optimizer.state_dict()["optimizer"]["state"].values()]
+    assert steps == [4.0] * len([*net.parameters()])
+    assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
