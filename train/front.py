@@ -1,8 +1,8 @@
 """``python -m train.front RUN ...``: the epochs of runs that no other beats in accuracy and cost.
 
-Accuracy is that of the validation images, cost the EBOPs of the formats at the end of the epoch. A run
-with ``--keep-front`` keeps the checkpoints of its own front in ``RUN/front``. The picture goes to
-``front.png`` in the first run's folder.
+Accuracy is that of the validation images, cost the EBOPs of the formats at the end of the epoch, with
+which they are evaluated. A run with ``--keep-front`` keeps the checkpoints of its own front in
+``RUN/front``. The picture goes to ``front.png`` in the first run's folder.
 """
 
 from pathlib import Path

@@ -133,11 +133,17 @@ def update(training: Training, loss: float) -> None:
 
 
 def end_epoch(training: Training) -> dict[str, float | None]:
-    """Evaluate, let the schedule decide, and return the row of the epoch."""
+    """Let the policy, then the schedule decide, and return the row of the epoch.
+
+    What is evaluated has the formats that the policy chose here, as the checkpoint of the epoch has.
+    """
     config, progress, parts = training.config, training.progress, training.parts
     lr = training.optimizer.param_groups[0]["lr"]
     train_loss = progress.mean_loss
     train = Score(math.nan if train_loss is None else train_loss, progress.correct / progress.seen)
+    if isinstance(training.optimizer, marvin.Quantized):
+        training.optimizer.end_epoch()
+        training.note_switches()
     held_out = None
     model = training.evaluated
     reestimate(training, model)
@@ -158,9 +164,6 @@ def end_epoch(training: Training) -> dict[str, float | None]:
         training.mean_word_length,
     )
     row: dict[str, float | None] = dict(zip(COLUMNS, values, strict=True))
-    if isinstance(training.optimizer, marvin.Quantized):
-        training.optimizer.end_epoch()
-        training.note_switches()
     progress.finish_epoch(row)
     return row
 

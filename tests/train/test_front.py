@@ -8,12 +8,14 @@ import random
 import pytest
 import torch
 
+from marvin import MuppetPolicy
 from perfmodel.run import read_run
 from perfmodel.summary import totals
 from train import front as train_front
 from train.config import to_dict
 from train.front import Candidate, candidates_of, draw, front, main
-from train.records import read_csv
+from train.loop import evaluate
+from train.records import RunFolder, read_csv
 
 
 def test_nobody_on_the_front_is_beaten_and_everybody_else_is(tmp_path):
@@ -65,6 +67,29 @@ def test_the_picture_says_which_images_were_asked(run, tiny, tmp_path, monkeypat
     monkeypatch.setattr(train_front, "draw", lambda *own: drawn.append(draw(*own)) or drawn[-1])
     main([str(tmp_path / "run")])
     assert [axes.get_ylabel() for axes in drawn[0].axes] == [f"{part} accuracy, %"]
+
+
+def test_an_epoch_that_ends_in_a_switch_is_measured_with_the_formats_that_it_keeps(
+    run, prepare, tiny, tmp_path, monkeypatch
+):
+    """MuPPET's level rises at the end of epochs 2 and 4: accuracy, cost and checkpoint are of the new one."""
+    falling = (1.0 / epoch for epoch in itertools.count(2))
+    monkeypatch.setattr("marvin.policies.muppet.epoch_diversity", lambda *_: next(falling))
+    monkeypatch.setattr("marvin.policies.muppet.threshold", lambda *_: 1.0)
+    monkeypatch.setattr("train.optimizers._policy", lambda *_: MuppetPolicy(window=1, patience=1))
+    monkeypatch.setattr("train.front.front", lambda found: found)  # all are kept
+    config = dataclasses.replace(tiny, policy="muppet", normalize_gradients=False, lr=0.01)
+    run(dataclasses.replace(config, keep_front=True, epochs=4))
+    folder = tmp_path / "run"
+    rows, found = read_csv(folder / "metrics.csv"), candidates_of(folder)
+    assert [float(row["mean_word_length"]) for row in rows] == [8, 12, 12, 14]
+    madds = sum(layer.madds for layer in read_run(folder).layers)
+    assert [own.ebops for own in found] == [(bits - 1) ** 2 * madds for bits in (8, 12, 12, 14)]
+    training = prepare(dataclasses.replace(config, run=str(tmp_path / "other")))
+    for row, own in zip(rows, found, strict=True):
+        training.load(RunFolder(folder).load_checkpoint(own.checkpoint))
+        score = evaluate(training.evaluated, training.parts.validation, training.dataset, 32)
+        assert (score.loss, score.accuracy) == (float(row["validation_loss"]), own.accuracy)
 
 
 def test_a_folder_that_is_no_run_is_one_line(tmp_path):
