@@ -97,6 +97,7 @@ def forward(
     program: Program,
     x: Tensor,
     parameters: Sequence[Parameters],
+    counts: list[int] | None = None,
     show: Callable[[Mapping[int, Tensor]], None] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Run a segment forward.
@@ -105,6 +106,7 @@ def forward(
         program: Made for the shape of ``x``.
         x: (images, channels, height, width), float32, any strides.
         parameters: Of each layer.
+        counts: Gets, of each layer, how many elements it clamped.
         show: Of a program that observes: takes the values that layers take, by their number,
             float32, channels last; when it returns, others may write there.
 
@@ -132,6 +134,8 @@ def forward(
             program.momenta[:] = [own.momentum for own in parameters]
             program.move(parameters)
             _run(program, program.forward, kept, given)
+            if counts is not None:
+                counts += program.clamped.sum(1).tolist()
         found = {i: result.take() for i, result in outputs.items()}
         if show is not None:
             show({INPUT: x} | found | others)

@@ -242,12 +242,11 @@ class ChainRun(nn.Module):
         rest = path, threads, needs_input, needs_weights, observes
         return self._programs.get(key, lambda own: Program(segment, len(x), size, *rest, own))
 
-    def note(self, program: Any, x: Tensor) -> None:
+    def note(self, program: Any, x: Tensor, clamped: Sequence[int]) -> None:
         """Count what was clamped."""
-        clamped, counts = program.clamped.sum(1).tolist(), program.elements
-        goes_back = x.requires_grad
+        goes_back, elements = x.requires_grad, program.elements
         for layer, (rounder, _), *own in zip(
-            program.segment.layers, self.each(self.rounders), clamped, counts, strict=True
+            program.segment.layers, self.each(self.rounders), clamped, elements, strict=True
         ):
             if rounder is not None and layer.clip and (layer.source >= 0 or goes_back):
                 rounder.tally.add(*own)
@@ -310,10 +309,11 @@ class _Chain(torch.autograd.Function):
         program = run.program(x, ctx.needs_input_grad[0], ctx.needs_input_grad[3 : 3 + count])
         own = _own(parameters, noise, run.shifts)
         run.track(own)
+        clamped: list[int] = []
         ctx.observers = []
         show = (lambda seen: ctx.observers.extend(run.show(seen))) if program.observes else None
-        outputs, kept = execute.forward(program, x, own, show)
-        run.note(program, x)
+        outputs, kept = execute.forward(program, x, own, clamped, show)
+        run.note(program, x, clamped)
         ctx.save_for_backward(kept, *parameters)
         ctx.program, ctx.noise, ctx.shifts = program, noise, run.shifts
         return tuple(lies_as(y, x) for y in outputs)

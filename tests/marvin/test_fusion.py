@@ -20,7 +20,7 @@ import marvin
 from benchmarks import networks
 from fixedpoint_kernels import FixedPoint, products, scratch
 from fixedpoint_kernels.functions import Curve
-from fixedpoint_kernels.fused import INPUT, Joined, Norm, Pooled, Value
+from fixedpoint_kernels.fused import INPUT, Joined, Norm, Pooled, Value, execute
 from fixedpoint_kernels.products.shapes import Window
 from marvin.hooks import rounders_of, state_of
 from marvin.integer import chain_run, convert, report, revert
@@ -297,6 +297,23 @@ def test_what_forward_passes_count_is_counted():
     assert activations[0].keys() == activations[1].keys()
     for name, share in activations[0].items():
         assert share == pytest.approx(activations[1][name], abs=2e-3), name
+
+
+def test_what_another_thread_clamps_is_not_counted(monkeypatch):
+    """It may run the same program as soon as this one has left it."""
+    forward, shares = execute.forward, []
+
+    def overtaken(program, *args):
+        found = forward(program, *args)
+        program.clamped[:] = 1000
+        return found
+
+    for run in (forward, overtaken):
+        monkeypatch.setattr(execute, "forward", run)
+        model, optimizer = make()
+        model(batch(0)[0])
+        shares.append(optimizer.activations.saturation())
+    assert shares[0] == shares[1]
 
 
 def test_running_statistics_are_those_of_batch_norm():
