@@ -1,7 +1,7 @@
 """What compiling and tracing make of models, and what they leave alone."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import FunctionType
@@ -16,6 +16,7 @@ __all__ = [
     "asserting",
     "compiled_as_constant",
     "compiled_graph",
+    "constants",
     "function_of_call",
     "is_compiling_known",
     "left_uncompiled",
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 _Run = TypeVar("_Run", bound=Callable[..., object])
+_Value = TypeVar("_Value")
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -77,11 +79,23 @@ def compiled_as_constant(function: _Run) -> _Run:
     """Return a function that ``torch.compile`` calls once for the same arguments, and keeps what it gave.
 
     As ``torch.compiler.assume_constant_result``, without loading Dynamo and Triton. Where Dynamo gave up on the
-    caller it would compile what the function calls: it is kept from that.
+    caller it would compile what the function calls: it is kept from that. Numbers that users give go through
+    ``constants`` first.
     """
     run = left_uncompiled(function)
     setattr(run, "_dynamo_marked_constant", True)  # noqa: B010  pyright knows functions
     return run
+
+
+def constants(values: Iterable[_Value]) -> tuple[_Value, ...]:
+    """Return numbers and texts as constants of the graph that is compiled, which then holds for them alone.
+
+    ``torch.compile`` makes symbols of floats once it saw two values, or with ``dynamic=True``. A key of a dict must be
+    a constant to it.
+    """
+    if not torch.compiler.is_compiling():
+        return tuple(values)
+    return tuple([dict.fromkeys([value]).popitem()[0] for value in values])
 
 
 COMPILED_CALL = "_compiled_call_impl"

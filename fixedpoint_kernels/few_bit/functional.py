@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels._torch_private.compiling import compiled_as_constant
+from fixedpoint_kernels._torch_private.compiling import compiled_as_constant, constants
 from fixedpoint_kernels.few_bit.activations import ENTRIES, Entry, Parameters
 from fixedpoint_kernels.few_bit.autograd import apply
 from fixedpoint_kernels.few_bit.fused import Fused, fused_of
@@ -112,10 +112,12 @@ def run(name: str, x: Tensor, parameters: Parameters, bits: int, weight: Weight)
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} takes a tensor, got {type(x).__name__}: write torch.as_tensor(x)")
-    compared = parameters
+    find, compared = _remembered, parameters
+    if torch.compiler.is_compiling():
+        find, compared = _found, constants(parameters)
+        parameters, (bits,), (weight,) = compared, constants([bits]), constants([weight])
     if x.dtype in _HALVES and ENTRIES[name].rounds_parameters:
         compared = _rounded(x.dtype, *parameters)
-    find = _found if torch.compiler.is_compiling() else _remembered
     function, key, fused = find(name, parameters, compared, bits, weight)
     if x.is_floating_point():
         return apply(function, x, key, fused)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import activation as torchs
 
-from fixedpoint_kernels._torch_private.compiling import compiled_as_constant
+from fixedpoint_kernels._torch_private.compiling import compiled_as_constant, constants
 from fixedpoint_kernels._torch_private.modules import settings_of
 from fixedpoint_kernels.few_bit.activations import ENTRIES
 from fixedpoint_kernels.few_bit.autograd import apply
@@ -95,7 +95,7 @@ class OwnValues(nn.Module):
         numbers: list[float] = []
         if torch.compiler.is_compiling():  # it asks once for all modules with the same numbers
             every = (n for m in self.modules() for n in vars(m).values())
-            numbers = [n for n in every if isinstance(n, int | float)]
+            numbers = [*constants(n for n in every if isinstance(n, int | float))]
         return apply(own, args[0], self.table_key(self.bits, self.weight, *numbers))
 
     @compiled_as_constant

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fixedpoint_kernels._torch_private.compiling import compiled_as_constant
+from fixedpoint_kernels._torch_private.compiling import compiled_as_constant, constants
 from fixedpoint_kernels._torch_private.tensors import adaptive_avg_pool_backward
 from fixedpoint_kernels.few_bit import operators
 from fixedpoint_kernels.few_bit.autograd import product
@@ -90,7 +90,7 @@ class AdaptiveAvgPool(nn.Module):
 
 def dropout(x: Tensor, p: float) -> Tensor:
     """Return ``F.dropout``, which keeps 1 bit an element."""
-    return _Dropout.apply(x, p)  # pyright: ignore[reportReturnType]
+    return _Dropout.apply(x, *constants([p]))  # pyright: ignore[reportReturnType]
 
 
 def window_size(module: Any) -> int:

@@ -332,11 +332,31 @@ def test_compile_has_no_graph_breaks(name):
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
         for a, b in zip(gradient(compiled, x), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
-    parameters = named.resolve(name)[1]  # dynamic=True would make them symbols
     images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=not parameters)
+    # which makes symbols of parameters
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
     for a, b in zip(gradient(compiled, images), gradient(module, images), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's
+def test_compiled_activations_have_the_parameters_of_now():
+    x = torch.randn(40, 50)
+    torch._dynamo.reset()
+    module = few_bit.LeakyReLU(0.3)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for module.negative_slope in (0.3, 0.2, 0.1):
+        for a, b in zip(gradient(compiled, x), gradient(module, x), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+    def function(x, slope, bits, weight):
+        return few_bit.elu(x, slope, bits=bits, weight=weight)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for given in ((1.0, 2, "uniform"), (0.5, 3, "uniform"), (0.25, 3, "normal")):
+        got = gradient(lambda x, given=given: compiled(x, *given), x)
+        want = gradient(lambda x, given=given: function(x, *given), x)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def test_func_transforms():

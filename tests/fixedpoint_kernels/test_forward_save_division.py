@@ -479,6 +479,22 @@ def test_compiles_without_graph_breaks(backend):
         assert forward_save.state(model)["count"] == 5 * count  # two layers keep their own
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo
+def test_a_compiled_dropout_has_the_probability_of_now():
+    torch._dynamo.reset()
+    layer, x = nn.Dropout(0.25), torch.randn(64, 32)
+    forward_save.convert(layer, division=DIVISION)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for layer.p in (0.25, 0.5, 0.6):
+        found = []
+        for run in (compiled, layer):
+            torch.manual_seed(7)
+            leaf = x.clone().requires_grad_()
+            run(leaf).square().sum().backward()
+            found.append(leaf.grad)
+        exact_bits(*found)
+
+
 def _train(rank, folder):
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
     torch.set_num_threads(1)
