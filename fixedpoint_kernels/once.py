@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["leaves_of", "once_differentiable"]
+from fixedpoint_kernels._torch_private.modes import is_batched
+
+__all__ = ["leaves_of", "once_differentiable", "refuse_batched"]
 
 _MESSAGE = (
     "activations that are kept in few bits have no second derivative: where gradients are "
@@ -28,6 +30,9 @@ def once_differentiable(
     Args:
         backward: Of a ``torch.autograd.Function``.
         message: What the error says.
+
+    Raises:
+        RuntimeError: In the backward pass: as ``refuse_batched``.
     """
 
     @wraps(backward)
@@ -36,6 +41,7 @@ def once_differentiable(
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return found
+        refuse_batched(*grads)
         found = found if isinstance(found, tuple) else (found,)
         # whoever asks for the derivative by one of these comes through here
         leaves = leaves_of(ctx)
@@ -45,6 +51,19 @@ def once_differentiable(
         return tuple(None if gradient is None else next(tensors) for gradient in found)
 
     return once
+
+
+def refuse_batched(*grads: Tensor) -> None:
+    """Refuse gradients of many at once that are to have a graph: torch loses it at a function of Python, and gives 0.
+
+    Raises:
+        RuntimeError: There is one.
+    """
+    if not torch.compiler.is_compiling() and any(map(is_batched, grads)):
+        raise RuntimeError(
+            "gradients of many at once must be asked for without a graph, got create_graph=True with "
+            "is_grads_batched=True or vectorize=True: ask for one gradient after the other"
+        )
 
 
 def leaves_of(ctx: Any) -> list[Tensor]:

@@ -14,6 +14,7 @@ __all__ = [
     "TorchDispatchMode",
     "derivatives_of",
     "fake_tensor_mode",
+    "is_batched",
     "is_checkpointed",
     "is_fake",
     "is_recomputed",
@@ -49,6 +50,11 @@ def derivatives_of(x: Tensor) -> int:
         found += inside.is_gradtrackingtensor(x)
         x = inside.get_unwrapped(x)
     return found
+
+
+def is_batched(x: Tensor) -> bool:
+    """Say whether a tensor stands for many gradients: ``torch.autograd.grad(..., is_grads_batched=True)``."""
+    return torch._C._functorch.is_legacy_batchedtensor(x)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_wrapped(x: Tensor) -> bool:

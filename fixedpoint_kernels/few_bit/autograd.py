@@ -20,7 +20,7 @@ from fixedpoint_kernels.few_bit.operators import (
     value_and_encode,
     value_and_encode_plain,
 )
-from fixedpoint_kernels.once import leaves_of
+from fixedpoint_kernels.once import leaves_of, refuse_batched
 from fixedpoint_kernels.strides import laid, memory_order
 
 
@@ -70,6 +70,13 @@ class _Transformable(torch.autograd.Function):
         x, _, ctx.table, ctx.order, _ = inputs
         ctx.dtype = x.dtype
         ctx.save_for_backward(output[1])
+        ctx.save_for_forward(output[1])
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> tuple[Tensor, None]:
+        """Forward mode outside of reverse mode: a derivative of the gradient."""
+        _refuse_second(ctx.table)
+        return _input_gradient(ctx, tangent), None
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -107,9 +114,10 @@ class _FewBit(torch.autograd.Function):
 
 def product(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:
     """Return ``decode``, which may be differentiated by ``grad`` where the table is exact."""
-    if torch.is_grad_enabled():
-        return _Product.apply(grad, planes, table, dtype)  # pyright: ignore[reportReturnType]
-    return decode(grad, planes, table, dtype)
+    if not torch.is_grad_enabled():
+        return decode(grad, planes, table, dtype)
+    refuse_batched(grad)
+    return _Product.apply(grad, planes, table, dtype)  # pyright: ignore[reportReturnType]
 
 
 def _input_gradient(ctx: Any, grad: Tensor) -> Tensor:
@@ -131,6 +139,7 @@ def _back(y: Tensor, order: tuple[int, ...] | None) -> Tensor:
 
 def _differentiable(ctx: Any, grad: Tensor, planes: Tensor) -> Tensor:
     """Return the product as what may be differentiated, or refuses to be, by all that it depends on."""
+    refuse_batched(grad)
     leaves: list[Tensor] = []
     if is_plain(grad) and not registered(ctx.table).is_exact:
         leaves = leaves_of(ctx)
@@ -162,8 +171,15 @@ class _Product(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         grad, planes, ctx.table, _, *leaves = inputs
         ctx.count = len(leaves)
-        ctx.dtype = grad.dtype
+        ctx.dtype, ctx.output_dtype = grad.dtype, output.dtype
         ctx.save_for_backward(planes)
+        ctx.save_for_forward(planes)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        _refuse_second(ctx.table)
+        (planes,) = ctx.saved_tensors
+        return _Product.apply(tangent, planes, ctx.table, ctx.output_dtype)  # pyright: ignore[reportReturnType]
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -171,5 +187,4 @@ class _Product(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         _refuse_second(ctx.table)
         (planes,) = ctx.saved_tensors
-        product = _Product.apply(grad, planes, ctx.table, ctx.dtype)
-        return product, *(None,) * (3 + ctx.count)
+        return product(grad, planes, ctx.table, ctx.dtype), *(None,) * (3 + ctx.count)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels._torch_private.modes import is_watched
+from fixedpoint_kernels._torch_private.modes import is_batched, is_watched
 from fixedpoint_kernels.few_bit.fused import NONE, ONE_PASS, Fused, Passes
 from fixedpoint_kernels.few_bit.table import Table
 from fixedpoint_kernels.memory import in_memory
@@ -123,9 +123,11 @@ def is_plain(x: Tensor) -> bool:
     """Say whether ``x`` can do without the dispatcher, a twentieth of GELU's time at 1e6 elements.
 
     It cannot where somebody watches or changes what operators do: the compiler, a mode, a subclass,
-    torch.func.
+    torch.func, a gradient of many at once.
     """
-    return not (torch.compiler.is_compiling() or type(x) is not Tensor or x.is_meta or is_watched())
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return False
+    return not (x.is_meta or is_watched() or is_batched(x))
 
 
 def is_fused(x: Tensor, fused: Fused | None) -> bool:

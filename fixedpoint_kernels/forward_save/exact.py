@@ -183,8 +183,12 @@ class _MaxPool(torch.autograd.Function):
         index = _offsets(ctx.sides, ctx.window, grad.device).take(places.long())
         index += _starts(places.shape[-spatial:], ctx.sides, ctx.window, grad.device)
         dx = grad.new_zeros((*ctx.leading, math.prod(ctx.sides)))
-        dx.scatter_add_(-1, index.flatten(-spatial), grad.flatten(-spatial))
-        dx = dx.unflatten(-1, tuple(ctx.sides))
+        flat = (
+            *ctx.leading,
+            math.prod(places.shape[-spatial:]),
+        )  # flatten takes no batch of gradients
+        dx.scatter_add_(-1, index.reshape(flat), grad.reshape(flat))
+        dx = dx.view(*ctx.leading, *ctx.sides)
         return dx.contiguous(memory_format=ctx.order), None, None
 
 

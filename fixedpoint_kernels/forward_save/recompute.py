@@ -111,7 +111,8 @@ class _Matmul(torch.autograd.Function):
         if ctx.needs_input_grad[4]:
             a = a.to(grad.dtype)
             if len(second) == 2:
-                a, grad = a.flatten(0, -2), grad.flatten(0, -2)
+                rows = grad.shape[:-1].numel()  # flatten takes no batch of gradients
+                a, grad = a.reshape(rows, a.shape[-1]), grad.reshape(rows, grad.shape[-1])
             db = (a.mT @ grad).sum_to_size(second)
         return None, None, None, da, db
 

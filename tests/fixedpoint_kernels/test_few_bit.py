@@ -423,6 +423,42 @@ def test_second_derivatives_of_torch_func(outer, inner):
     assert torch.equal(outer(once)(x), torch.ones(4))
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("name", ["relu", "hardtanh", "leaky_relu"])
+def test_forward_mode_over_reverse_mode(name, is_last):
+    x = torch.randn(2, 3, 2, 2)
+    if is_last:
+        x = x.to(memory_format=torch.channels_last)
+    found = []
+    for activation in (getattr(few_bit, name), getattr(F, name)):
+        gradient = torch.func.grad(lambda x, activation=activation: activation(x).pow(3).sum())
+        product = torch.func.jvp(gradient, (x,), (torch.ones_like(x),))[1]
+        third = torch.func.jvp(torch.func.grad(lambda x, g=gradient: g(x).sum()), (x,), (x,))[1]
+        found.append([product, third, torch.func.jacfwd(gradient)(x)])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.func.hessian(lambda x: few_bit.gelu(x).sum())(x)
+    _, pull = torch.func.vjp(few_bit.gelu, x)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.func.jvp(pull, (x,), (x,))
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu"])
+def test_gradients_of_many_at_once(name):
+    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last).requires_grad_()
+    y, many = getattr(few_bit, name)(x), torch.randn(3, 2, 3, 4, 5)
+    want = [torch.autograd.grad(y, x, each, retain_graph=True)[0] for each in many]
+    (got,) = torch.autograd.grad(y, x, many, is_grads_batched=True, retain_graph=True)
+    assert torch.equal(got, torch.stack(want))
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*: ask for one gradient after the"):
+        torch.autograd.grad(
+            y, x, many, is_grads_batched=True, create_graph=True
+        )  # it would be lost
+    hessian = torch.autograd.functional.hessian
+    exact = hessian(lambda x: few_bit.relu(x).square().sum(), torch.ones(3), vectorize=True)
+    assert torch.equal(exact, 2 * torch.eye(3))
+
+
 def test_modules_are_torchs_and_survive_copies():
     module = few_bit.GELU("tanh", bits=2, weight="normal")
     assert isinstance(module, nn.GELU)

@@ -367,6 +367,16 @@ def test_copies_signatures_and_two_scopes():
     assert y.grad_fn.saved_tensors[0].numel() == 8 * 32 * -(X.numel() // -1024)
 
 
+def test_gradients_of_many_at_once_go_through_a_product_of_matrices():
+    x, weight = torch.randn(2, 40, 30), torch.randn(30, 20, requires_grad=True)
+    with forward_save.saving(division=True):
+        y = x @ weight
+    many = torch.randn(3, *y.shape)
+    want = [torch.autograd.grad(y, weight, each, retain_graph=True)[0] for each in many]
+    (got,) = torch.autograd.grad(y, weight, many, is_grads_batched=True)
+    torch.testing.assert_close(got, torch.stack(want))  # sums in another order
+
+
 def test_differentiating_twice_is_refused():
     x = torch.randn(4, 64, requires_grad=True)
     for name in ("product", "matmul", "softmax", "attention"):

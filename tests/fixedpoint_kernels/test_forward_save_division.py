@@ -417,6 +417,21 @@ def test_the_gradient_of_a_single_layer_is_no_constant(name):
         torch.autograd.grad(gradient.square().sum(), model[0].weight)
 
 
+@pytest.mark.parametrize("name", [*EXACT, *LAYERS])
+def test_gradients_of_many_at_once(name):
+    layer, shape = (EXACT | LAYERS)[name]
+    model, x = nn.Sequential(copy.deepcopy(layer)), torch.randn(shape, requires_grad=True)
+    forward_save.convert(model, division=True)
+    y = model(x)
+    many = torch.randn(3, *y.shape)
+    want = [torch.autograd.grad(y, x, each, retain_graph=True)[0] for each in many]
+    (got,) = torch.autograd.grad(y, x, many, is_grads_batched=True, retain_graph=True)
+    torch.testing.assert_close(got, torch.stack(want))  # sums in another order
+    if "pool" not in name:  # whose backward torch itself differentiates
+        with pytest.raises(RuntimeError, match=r"create_graph=True.*: ask for one gradient after"):
+            torch.autograd.grad(y, x, many, is_grads_batched=True, create_graph=True)
+
+
 def test_gradients_may_be_told_to_have_a_graph_and_none_is_asked_for():
     model, x = build(division=DIVISION), images()
     want = step(model, x)[1]
