@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
@@ -111,10 +110,10 @@ def _conv(builder: Builder, name: str, module: str, m: nn.Conv1d | nn.Conv2d, so
     _check_dims(module, "a convolution", sides, shape)
     numbers = _numbers(builder, module, m, source)
     kernel, dilation = m.weight.shape[2:], for_each_side(m.dilation, sides)
-    padding, before = _padding(module, m, kernel, dilation)
-    if any(before):  # of an even kernel, "same" pads more behind than before: so does a tap of 0
-        pads = [n for tap in reversed(before) for n in (tap, 0)]
-        numbers["weight"] = F.pad(numbers["weight"], pads)
+    padding, behind = _padding(m, kernel, dilation)
+    if any(behind):
+        ends = (0,) * (sides + 1), (0, *behind)
+        source = builder.add(Pad(builder.unused(f"{name}.padded"), (source,), *ends))
     op = Conv(
         name,
         (source,),
@@ -146,22 +145,14 @@ def _pooled_sides(module: str, m: nn.Module, shape: tuple[int, ...]) -> tuple[in
     return shape[1:]
 
 
-def _padding(
-    module: str, m: nn.Conv1d | nn.Conv2d, kernel: Sequence[int], dilation: Pair
-) -> tuple[Pair, Pair]:
-    """Return zeros on both ends of each side, and taps of 0 in front of the kernel's own."""
+def _padding(m: nn.Conv1d | nn.Conv2d, kernel: Sequence[int], dilation: Pair) -> tuple[Pair, Pair]:
+    """Return zeros on both ends of each side, and one more behind it where "same" pads more behind than before."""
     if m.padding == "valid":
         return (0,) * len(kernel), (0,) * len(kernel)
     if not isinstance(m.padding, str):
         return for_each_side(m.padding, len(kernel)), (0,) * len(kernel)
     totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-    odd = tuple(total % 2 for total in totals)
-    if any(tap and d > 1 for tap, d in zip(odd, dilation, strict=True)):
-        raise ExportError(
-            f"{module}: padding='same' must pad both ends alike, got kernel {tuple(kernel)} with "
-            f"dilation {dilation}: use an odd kernel"
-        )
-    return tuple((total + 1) // 2 for total in totals), odd
+    return tuple(total // 2 for total in totals), tuple(total % 2 for total in totals)
 
 
 def _linear(builder: Builder, name: str, module: str, m: nn.Linear, source: str) -> str:

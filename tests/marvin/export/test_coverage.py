@@ -106,7 +106,8 @@ def mlp():
 
 
 def by_name():
-    same, even = nn.Conv2d(2, 4, 3, padding="same"), nn.Conv2d(4, 4, (4, 2), padding="same")
+    same = nn.Conv2d(2, 4, 3, padding="same")
+    even = nn.Conv2d(4, 4, (4, 2), padding="same", dilation=(1, 3))
     valid = nn.Conv2d(4, 4, 3, padding="valid")
     return nn.Sequential(same, nn.ReLU(), even, nn.ReLU(), valid, nn.Flatten(), nn.Linear(16, 3))
 
@@ -231,6 +232,13 @@ def test_files_of_range_policies_equal_the_integers(name, tmp_path):
     assert_c_equal(network, other, tmp_path)
     float64 = simulate(network, other, dtype=torch.float64)[network.output]
     torch.testing.assert_close(integer.run(network, other), float64, rtol=0, atol=0)
+
+
+def test_even_kernels_have_no_products_but_their_own():
+    model = nn.Sequential(nn.Conv2d(2, 3, 2, padding="same"), nn.Flatten())
+    model, x = in_fixed_point(model, (2, 8, 8))
+    (row,) = c.costs(describe(model, x))
+    assert row.madds == 2 * 3 * 2 * 2 * 64
 
 
 FUNCTIONS = [

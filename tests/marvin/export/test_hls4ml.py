@@ -51,6 +51,26 @@ def test_emulation_equals_the_integers_on_other_layers(make, tmp_path):
     assert_exact(network, 2 * x, "Vitis", tmp_path)
 
 
+def even() -> nn.Module:
+    """Puts more zeros behind an image than before it."""
+    conv = nn.Conv2d(2, 3, (2, 4), padding="same")
+    return nn.Sequential(conv, nn.ReLU(), nn.ZeroPad2d((1, 0, 2, 3)), nn.Conv2d(3, 2, 3))
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["Vitis", "Vivado"])
+def test_emulation_equals_the_integers_with_zeros_around_images(make, backend, tmp_path):
+    _, network, x = make(even, (2, 5, 6), 7, 4)
+    assert_exact(network, 2 * x, backend, tmp_path)
+
+
+def test_streams_of_images_with_zeros_around_are_refused(make, tmp_path):
+    _, network, _ = make(even, (2, 5, 6), 7, 4)
+    with pytest.raises(ExportError, match=r"0\.padded, 0, 2: io_stream does not pad"):
+        hls4ml.write(network, tmp_path, hardware=hls4ml.Hardware(io="io_stream"))
+
+
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["Vitis", "Vivado"])

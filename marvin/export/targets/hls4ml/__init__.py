@@ -31,6 +31,7 @@ from marvin.export.graph.nodes import (
     check_network,
 )
 from marvin.export.graph.transformers import Embedding
+from marvin.export.graph.views import Pad
 from marvin.export.targets.hls4ml.layers import (
     LAYERS,
     channels_last,
@@ -177,7 +178,11 @@ def write(
     if len(network.outputs) > 1:
         named = ", ".join(network.outputs)
         raise ExportError(f"hls4ml gets one output, got {named}: export a model that gives one")
-    padded = [op.name for op in network.operations if any(getattr(op, "padding", ()))]
+    padded = [
+        op.name
+        for op in network.operations
+        if isinstance(op, Pad) or any(getattr(op, "padding", ()))
+    ]
     if hardware.io == "io_stream" and padded:
         named = ", ".join(padded)
         raise ExportError(

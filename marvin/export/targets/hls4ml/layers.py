@@ -23,6 +23,7 @@ from marvin.export.graph.nodes import (
     Round,
     Value,
 )
+from marvin.export.graph.views import Pad
 
 __all__ = ["LAYERS", "channels_last", "check", "exact", "linear", "orders", "rounding"]
 
@@ -173,6 +174,23 @@ def linear(value: Value) -> dict[str, Any]:
     return {"class_name": "Activation", "activation": "linear", "n_in": math.prod(value.shape)}
 
 
+def _pad(writer: Writer, op: Pad, value: Value) -> Layer:
+    channels, height, width = writer.shape(op.inputs[0])
+    before, behind = op.before, op.behind
+    if len(value.shape) != 3 or value.shape[0] != channels:
+        raise ExportError(f"{op.name}: hls4ml puts zeros around the sides of images only")
+    layer = {
+        "class_name": "ZeroPadding2D",
+        "n_chan": channels,
+        **_image(height, width, value),
+        "pad_top": before[1],
+        "pad_bottom": behind[1],
+        "pad_left": before[2],
+        "pad_right": behind[2],
+    }
+    return layer, {}
+
+
 def _relu(_writer: Writer, _op: Relu, value: Value) -> Layer:
     return {
         "class_name": "Activation",
@@ -279,4 +297,5 @@ LAYERS: dict[type, Callable[..., Layer]] = {
     MaxPool: _max_pool,
     AveragePool: _average_pool,
     Flatten: _flatten,
+    Pad: _pad,
 }
