@@ -9,7 +9,7 @@ from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError, fixed_point
 from marvin.export.frontend.observe import Observed
 from marvin.export.graph.bounds import first_value, shape_of, value_of
-from marvin.export.graph.formats import Formats, fitting
+from marvin.export.graph.formats import Formats, exact_format, fitting
 from marvin.export.graph.nodes import Input, Network, Operation, Round, Value
 from marvin.export.graph.transformers import Embedding
 from marvin.rounding import Format
@@ -230,6 +230,22 @@ class Builder:
         self.values[op.name] = value
         self.operations.append(op)
         return op.name
+
+    def format_of(self, name: str, x: Tensor) -> Format:
+        """Return the format of a layer's weight ``x``.
+
+        Raises:
+            ExportError: It has none.
+        """
+        if name in self.weights:
+            return self.weights[name]
+        reason = "its layer stayed in floats: give describe a format of it in weights"
+        if exact_format(x) is None:
+            reason = (
+                "its layer stayed in floats, which 32 bits do not hold exactly: export the copy that "
+                f"marvin.export.nearest_weights(model, {{{name!r}: FixedPoint(16, 12)}}) gives"
+            )
+        raise ExportError(f"{name} has no format: {reason}")
 
     def operation(self, name: str) -> Operation:
         """Return the operation that gives a value."""

@@ -46,9 +46,7 @@ def _numbers(
 ) -> dict[str, Any]:
     """Return the fields of ``Weighted``."""
     name = f"{module}.weight".lstrip(".")
-    if name not in builder.weights:
-        raise ExportError(f"{name} has no format: its layer stayed in floats")
-    given = builder.weights[name]
+    given = builder.format_of(name, m.weight)
     fmt = fixed_point(name, given)
     weight = codes_of(name, m.weight, fmt).to(torch.int64)
     zeros = torch.zeros(len(weight), dtype=torch.int64)

@@ -90,9 +90,7 @@ def _embedding(builder: Builder, name: str, module: str, m: nn.Embedding, source
     if source != builder.operations[0].name:
         raise ExportError(f"{module}: an embedding must take the network's input or constants")
     weight = f"{module}.weight".lstrip(".")
-    if weight not in builder.weights:
-        raise ExportError(f"{weight} has no format: its layer stayed in floats")
-    fmt = fixed_point(weight, builder.weights[weight])
+    fmt = fixed_point(weight, builder.format_of(weight, m.weight))
     codes = codes_of(weight, m.weight, fmt).to(torch.int64)
     return builder.round_output(name, module, builder.add(Embedding(name, (source,), codes, fmt)))
 

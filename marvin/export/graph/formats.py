@@ -34,6 +34,7 @@ __all__ = [
     "weight_formats",
 ]
 
+_LAYERS = nn.Conv1d, nn.Conv2d, nn.Linear, nn.Embedding
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -117,7 +118,7 @@ def weight_formats(model: nn.Module) -> dict[str, Format]:
     found = carried_weights(model)
     for name, module in model.named_modules():
         weight = f"{name}.weight".lstrip(".")
-        if isinstance(module, nn.Conv2d | nn.Linear) and weight not in found:
+        if isinstance(module, _LAYERS) and weight not in found:
             fmt = exact_format(module.weight)
             found |= {} if fmt is None else {weight: fmt}
     return found

@@ -25,6 +25,7 @@ from marvin.export import (
     describe,
     integer,
     load_frozen,
+    nearest_weights,
     onnx,
     packed,
     weight_formats,
@@ -222,6 +223,33 @@ def test_formats_of_channels_are_in_a_frozen_model(nets):
     frozen = marvin.freeze(model)
     assert weight_formats(frozen) == dict(optimizer.formats())
     assert_same(describe(frozen, x), describe(model, x, optimizer.formats()))
+
+
+@pytest.mark.parametrize(
+    ("layers", "x"),
+    [
+        ([nn.Embedding(5, 2)], torch.arange(5)[:, None]),
+        ([nn.Conv1d(2, 2, 1), nn.Conv1d(2, 2, 1)], torch.rand(5, 2, 1)),
+    ],
+)
+def test_every_layer_may_be_left_out(layers, x):
+    model, name = nn.Sequential(*layers, nn.Flatten(), nn.Linear(2, 2)), f"{len(layers) - 1}.weight"
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.0)
+    optimizer = marvin.Quantized(sgd, marvin.StaticPolicy())
+    marvin.quantize_activations(model, optimizer, exclude=[name[0]])
+    for _ in range(2):
+        model(x).square().mean().backward()
+        optimizer.step()
+    left = layers[-1].weight.data
+    left.copy_(torch.randint(-99, 99, left.shape) / 64)
+    frozen = marvin.freeze(model.eval())
+    assert weight_formats(frozen)[name] == exact_format(left)
+    assert describe(frozen, x).operations
+    left[0, 0] = 2.0**-40
+    frozen = marvin.freeze(model)
+    with pytest.raises(ExportError, match=rf"32 bits do not hold .*'{name}': FixedPoint\(16, 12"):
+        describe(frozen, x)
+    assert describe(nearest_weights(frozen, {name: FixedPoint(16, 12)}), x).operations
 
 
 def test_a_layer_that_carries_no_format_has_the_least_exact_one(saved, tmp_path, capsys):
