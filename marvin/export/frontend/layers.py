@@ -82,7 +82,7 @@ def _zeros(name: str, weight: Tensor, channels: ChannelFormat) -> Tensor:
     if wrong := int((rest != 0).any(1).sum()):
         raise ExportError(
             f"{name} must hold numbers of each channel's format, got {wrong} of {len(weight)} "
-            "channels that do not"
+            "channels that do not: marvin.export.nearest_weights(model, formats) rounds them"
         )
     return zeros
 
@@ -95,7 +95,10 @@ def _bias(
     if name in builder.weights:
         fmt = fixed_point(name, builder.weights[name])
         return codes_of(name, x, fmt).to(torch.int64), fmt
-    return float_bias(x.detach().cpu().double(), fls, spare)
+    try:
+        return float_bias(x.detach().cpu().double(), fls, spare)
+    except ExportError as error:
+        raise ExportError(f"{name}: {error}") from error
 
 
 def _conv(builder: Builder, name: str, module: str, m: nn.Conv1d | nn.Conv2d, source: str) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import Argument, map_aggregate
 from torch.fx.proxy import TraceError
+from torch.optim.swa_utils import AveragedModel
 
 from fixedpoint_kernels import FixedPoint, forward_save
 from fixedpoint_kernels.forward_save.swap import is_converted
@@ -52,7 +53,7 @@ _KINDS = {**MODULES, **ACTIVATIONS, **ROWS}
 _SOME = FixedPoint(8, 0)  # format: which one does not matter
 _VARIABLE = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 _VIEWS = nn.Flatten, nn.Unflatten
-_WRAPPERS = nn.DataParallel, nn.parallel.DistributedDataParallel
+_WRAPPERS = nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel
 
 
 def describe(  # noqa: PLR0913  each is a choice of the user's

@@ -173,7 +173,8 @@ def codes_of(name: str, x: Tensor, fmt: FixedPoint) -> Tensor:
     wrong = int((decode(codes, fmt, dtype=torch.float64) != x.double()).sum())
     if wrong:
         raise ExportError(
-            f"{name} must hold numbers of {fmt}, got {wrong} of {x.numel()} that are not"
+            f"{name} must hold numbers of {fmt}, got {wrong} of {x.numel()} that are not: "
+            "marvin.export.nearest_weights(model, formats) rounds them"
         )
     return codes
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import marvin
 from fixedpoint_kernels import BlockFloat, FixedPoint
@@ -540,6 +541,29 @@ def test_a_wrapped_model_is_refused(plain):
     model, _, x = plain()
     with pytest.raises(ExportError, match=r"without DataParallel: write describe\(model.module"):
         describe(nn.DataParallel(model), x)
+    with pytest.raises(ExportError, match=r"without AveragedModel: write describe\(model.module"):
+        describe(AveragedModel(model), x)
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_values_that_changed_since_their_formats_were_found_may_be_rounded(per_channel):
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3)), torch.rand(8, 4)
+    average = AveragedModel(marvin.calibrate(model.eval(), [x], per_channel=per_channel))
+    average.module[0].weight.data.mul_(0.9)
+    with pytest.raises(
+        ExportError, match=r"0\.weight must .*nearest_weights\(model, formats\) rounds"
+    ):
+        describe(average.module, x)
+    rounded = nearest_weights(average.module, weight_formats(average.module))
+    assert describe(rounded, x).operations
+
+
+def test_a_bias_that_no_format_holds_is_named():
+    model, x = nn.Sequential(nn.Linear(4, 3)), torch.rand(8, 4)
+    model[0].bias.data[1] = 1e30
+    fixed = marvin.calibrate(model.eval(), [x])
+    with pytest.raises(ExportError, match=r"0\.bias: a format of 32 bits must hold"):
+        describe(fixed, x)
 
 
 def test_the_reference_takes_tensors_alone(plain):
