@@ -282,12 +282,21 @@ class _Search:
         name, tensors = found
         if not self._norm(node, node.all_input_nodes[0], name):
             return False
-        chain, count = self.known[node].chain, f"{name}.num_batches_tracked"
-        counts = [own for own in self.graph.nodes if own.op == "get_attr" and own.target == count]
-        counts += [user for own in counts for user in own.users]
-        chain.replaced[-1:] = [*counts, *tensors, node]  # the chain counts batches itself
+        chain = self.known[node].chain
+        # the chain counts batches itself
+        chain.replaced[-1:] = [*self._count(name), *tensors, node]
         chain.modules.append(name)
         return True
+
+    def _count(self, name: str) -> list[fx.Node]:
+        """Return the nodes that count one batch of a batch norm, and that no chain has taken yet."""
+        norm, taken = self.module.get_submodule(name), {n for c in self.found for n in c.replaced}
+        for node in self.graph.nodes:
+            owner, _, own = str(node.target).rpartition(".")
+            is_count = node.op == "get_attr" and own == "num_batches_tracked" and node not in taken
+            if is_count and self.module.get_submodule(owner) is norm:
+                return [node, *node.users]
+        return []
 
     def _norm(self, node: fx.Node, source: fx.Node, name: str | None = None) -> bool:
         name, term = name or str(node.target), self._alone(source)

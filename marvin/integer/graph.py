@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.fx.immutable_collections import immutable_list
 from torch.fx.proxy import TraceError
 
@@ -267,7 +267,8 @@ def trace(
     try:
         with surroundings.watched(), _mode(is_inference=False, goes_back=not infers):
             graph = tracers[0].trace(module)
-        changed = before.restore()
+        changed = before.changed()
+        before.restore()
         with surroundings.watched(), _mode(is_inference=infers, goes_back=True):
             again = tracers[1].trace(module)
     except Exception as error:  # whatever a model's own code raises on a tracer's proxies
@@ -289,8 +290,8 @@ def trace(
     put_in(graph, sizes.answers | dtypes.answers)
     if any(changes_shared(node, module) for node in graph.nodes):
         return "it changes a value in place that is used again"
-    for name in changed:
-        _count(graph, name)
+    for name, times in changed.items():
+        _count(graph, name, times)
     found = _chains(module, graph, left, infers)
     if not any(found):
         return _NO_CHAINS
@@ -310,7 +311,7 @@ def _mode(*, is_inference: bool, goes_back: bool) -> Iterator[None]:
 
 
 def _why_not(
-    module: nn.Module, tracers: Sequence[Tracer], changed: Sequence[str], reads: Sequence[Reads]
+    module: nn.Module, tracers: Sequence[Tracer], changed: Collection[str], reads: Sequence[Reads]
 ) -> str:
     """Say what else a module's code did that no graph does, or may not do, but for what it draws and changes; "": nothing."""
     if any(own.are_kept() for own in tracers):
@@ -420,17 +421,29 @@ class _Before:
         self._copies = [x.clone() for x in self._tensors]
         self._versions = versions_of(self._tensors)
 
-    def restore(self) -> list[str]:
-        """Give tensors their places and values back; return the names of those that were changed."""
-        now = [table_of(*place).get(place[1]) for place in self._places]
-        rows = zip(now, self._tensors, self._versions, versions_of(self._tensors), strict=True)
-        found = [i for i, (own, x, old, new) in enumerate(rows) if own is not x or old != new]
+    def changed(self) -> dict[str, int]:
+        """Return the names of tensors that were changed, and how often one was added to each."""
+        return {self._names[i]: _added(own, self._copies[i]) for i, own in self._changed().items()}
+
+    def restore(self) -> None:
+        """Give tensors their places and values back."""
         with torch.no_grad():
-            for i in found:
+            for i in self._changed():
                 self._tensors[i].copy_(self._copies[i])
                 setattr(*self._places[i], self._tensors[i])
         self._versions = versions_of(self._tensors)
-        return [self._names[i] for i in found]
+
+    def _changed(self) -> dict[int, object]:
+        """Return what is in the places of tensors that were changed, by their numbers."""
+        now = [table_of(*place).get(place[1]) for place in self._places]
+        rows = zip(now, self._tensors, self._versions, versions_of(self._tensors), strict=True)
+        return {i: own for i, (own, x, old, new) in enumerate(rows) if own is not x or old != new}
+
+
+def _added(now: object, before: Tensor) -> int:
+    """Return how often one was added to a count; 0 to what is none."""
+    is_count = isinstance(now, Tensor) and now.shape == before.shape == ()
+    return int(now - before) if is_count and not before.is_floating_point() else 0
 
 
 def _counts_batches(module: nn.Module, name: str) -> bool:
@@ -441,8 +454,9 @@ def _counts_batches(module: nn.Module, name: str) -> bool:
     return known and own == "num_batches_tracked" and norm.momentum is not None
 
 
-def _count(graph: fx.Graph, name: str) -> None:
-    """Let a graph add 1 to a buffer, as the code did that was traced."""
+def _count(graph: fx.Graph, name: str, times: int) -> None:
+    """Let a graph add 1 to a buffer, as often as the code did that was traced."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
-    with graph.inserting_before(first):
-        graph.call_method("add_", (graph.get_attr(name), 1))
+    for _ in range(times):
+        with graph.inserting_before(first):
+            graph.call_method("add_", (graph.get_attr(name), 1))

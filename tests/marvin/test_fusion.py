@@ -2185,6 +2185,25 @@ def test_running_statistics_move_in_the_order_of_the_code(kind):
     assert any("norm" in chain.modules for chain in trace(model.eval(), infers=True).chains)
 
 
+def _behind_another_by_two_names(model, x):
+    return F.relu(model.other(model.b(F.relu(model.norm(model.a(x))))))
+
+
+def _twice_outside(model, x):
+    y = F.softplus(model.b(F.relu(model.a(x))))
+    return model.norm(y) + model.norm(torch.tanh(y))
+
+
+@pytest.mark.parametrize(
+    "uses",
+    [_later_branch_first, _one_behind_the_other, _behind_another_by_two_names, _twice_outside],
+)
+def test_each_use_of_a_norm_with_an_activation_counts(uses):
+    model, _ = make(model=UsedTwice(uses, NormAct(3, nn.ReLU())), policy=marvin.StaticPolicy(8, 8))
+    assert vars(model)["forward"].ran
+    assert model.norm.num_batches_tracked == 2 * 2
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_nan_in_an_input_is_seen(fused):
     """There is no code for it; the loss must show it, as in the simulation."""
