@@ -26,7 +26,9 @@ CODES = SUFFIXES[0]
 OF_THE_SCHEDULE = "best", "num_bad_epochs", "cooldown_counter", "last_epoch"
 SINCE_VERSION_2 = "left_out", "switch_steps"
 # of what a policy shares; states of version 2 have the other names since they have any
-LATER_SHARED = "lr", "highest_lr", "was_negative", "was_missed", "was_scaled", "begun"
+LATER_SHARED = "lr", "highest_lr", "was_negative", "was_missed", "was_scaled"
+LATER_SHARED += "was_unseen", "was_clamped", "begun"
+EARLIER = {"sat_tol": 1e-3}  # what was the default: a run goes on as it began
 # of the metrics of an epoch: smallest, largest
 RANGES = {
     **dict.fromkeys(("train_accuracy", "validation_accuracy"), (0.0, 1.0)),
@@ -102,7 +104,7 @@ def _check_policy(want: Mapping[str, Any], common: Mapping[str, Any]) -> None:
         check_names("policy", want, saved)
         check_alike("policy", want, saved)
         for name, value in want["settings"].items():
-            if saved["settings"].get(name, value) != value:
+            if saved["settings"].get(name, value) not in (value, EARLIER.get(name, value)):
                 raise ValueError(f"{name} is {shown(saved['settings'][name])}, not {shown(value)}")
         common = _checked_shared(want["shared"], saved["shared"])
     level = common.get("level", "min")
@@ -197,7 +199,8 @@ def _check_optimizer(want: Mapping[str, Any], got: Any, steps: int) -> None:
         raise ValueError(f"it has {len(got['param_groups'])} parameter groups, not {len(groups)}")
     for mine, theirs in zip(groups, got["param_groups"], strict=True):
         for name, value in mine.items():
-            if name not in FREE and theirs.get(name, value) != value:
+            known = value, EARLIER.get(name, value)
+            if name not in FREE and theirs.get(name, value) not in known:
                 raise ValueError(f"{name} is {shown(theirs[name])}, not {shown(value)}")
         if theirs["params"] != mine["params"] or not 0 <= theirs["lr"] < math.inf:
             raise ValueError("its parameters or learning rate are no run's")

@@ -54,7 +54,8 @@ class LossBudgetPolicy(RangePolicy):
         max_noise: Power of the noise in a weight, and in a layer's inputs, at most, over the
             tensor's own.
         window: Steps between switches.
-        sat_tol: Share of a layer's inputs that may saturate, of those that are not 0.
+        sat_tol: Share of a layer's inputs that may saturate, of those that are not 0. None: 1e-3 in words of
+            fewer than 12 bits; longer ones hold the largest input with an integer bit to spare, two with 16 bits.
         min_wl: Shortest word length, 2 to ``max_wl`` bits.
         max_wl: Longest word length, 2 to 16 bits.
         ends_wl: Word length of the first and the last layer, in parameter order, 2 to 16 bits; None: as
@@ -91,7 +92,7 @@ class LossBudgetPolicy(RangePolicy):
     kappa: float = 0.01
     max_noise: tuple[float, float] = (0.01, 0.001)
     window: int = 25
-    sat_tol: float = 1e-3
+    sat_tol: float | None = None
     min_wl: int = 4
     max_wl: int = 8
     ends_wl: int | None = None
@@ -287,7 +288,7 @@ class StaticPolicy(RangePolicy):
         weights: Word length of weights, 2 to 16 bits.
         activations: Word length of layers' inputs, 2 to 16 bits.
         window: Steps between switches.
-        sat_tol: Share of a layer's inputs that may saturate, of those that are not 0.
+        sat_tol: As of ``LossBudgetPolicy``.
         ends_wl: As of ``LossBudgetPolicy``.
         per_channel: As of ``LossBudgetPolicy``.
 
@@ -299,7 +300,7 @@ class StaticPolicy(RangePolicy):
     activations: int = 6
     _: KW_ONLY
     window: int = 25
-    sat_tol: float = 1e-3
+    sat_tol: float | None = None
     ends_wl: int | None = None
     per_channel: bool = False
 

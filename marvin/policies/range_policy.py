@@ -10,7 +10,14 @@ from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat, channel_format, scale_of
 from marvin.policies.base import Policy
 from marvin.policies.observer import weight_ranges
-from marvin.policies.ranges import Limits, Range, next_integer_bits
+from marvin.policies.ranges import (
+    SAT_TOL,
+    Limits,
+    Range,
+    integer_bits_of,
+    next_integer_bits,
+    next_largest,
+)
 from marvin.policies.records import (
     ActivationFormats,
     Layer,
@@ -35,6 +42,7 @@ _GROWN = "weight: it grew beyond its format"
 _UNSEEN = "inputs: not observed"
 _POSITIVE = 4  # switches without an input below 0 that end a sign
 _MISSED = 8  # observed steps in a row without a layer: one that runs by chance is rarely named
+_CLAMPED = 0.25  # a share of clamped inputs that is named
 _EARLY = 1, 2, 5, 12  # formats change at the end of these steps too: weights move fast then
 
 
@@ -93,6 +101,7 @@ class Window(PlainRecord):
         was_missed: Whether formats did not meet a target; a warning has said so.
         was_scaled: Whether a gradient scaler did a step; a warning has said so.
         was_unseen: Whether layers did not run in observed steps; a warning has said so.
+        was_clamped: Whether many inputs of a layer were clamped when it switched; a warning has said so.
         begun: Step at whose end the window began.
     """
 
@@ -105,6 +114,7 @@ class Window(PlainRecord):
     was_missed: bool = False
     was_scaled: bool = False
     was_unseen: bool = False
+    was_clamped: bool = False
     begun: int = 0
 
     @property
@@ -179,7 +189,11 @@ class RangePolicy(Policy):
         choices={"per_channel": (False, True)},
         rules=(
             ("window", lambda s: is_count(s["window"]), "a whole number of steps from 1 on"),
-            ("sat_tol", lambda s: 0 <= s["sat_tol"] < 1, "0 or more and below 1"),
+            (
+                "sat_tol",
+                lambda s: s["sat_tol"] is None or 0 <= s["sat_tol"] < 1,
+                "0 or more and below 1",
+            ),
             (
                 "ends_wl",
                 lambda s: s["ends_wl"] is None or is_word_length(s["ends_wl"]),
@@ -264,7 +278,8 @@ class RangePolicy(Policy):
                 row = replace(row, note="; ".join(filter(None, (row.note, _UNSEEN))))
             after.append(layer.but(record=record))
             rows.append(row)
-        return Update(_with_unseen(shared, after).emptied(step.number), after, rows)
+        shared = _with_clamped(_with_unseen(shared, after), rows, step)
+        return Update(shared.emptied(step.number), after, rows)
 
     def after_move(self, shared: Window, layers: Sequence[Layer], step: Step) -> Update | None:
         """Let weights that have grown beyond their formats reach further, with the same word lengths."""
@@ -343,7 +358,9 @@ class RangePolicy(Policy):
         noise = min(noise, observation.limits.max_noise * measured.power) / measured.noise_share
         if settings.get("free_zeros"):
             noise /= max(measured.rounded, 1e-3)
-        fmt = observation.limits.format(measured.signed, integer_bits, noise, measured.clipping)
+        fmt = observation.limits.format(
+            measured.signed, integer_bits, noise, measured.clipping, measured.largest
+        )
         return (channel_format(fmt, measured.channels) if measured.channels else fmt), ""
 
 
@@ -396,16 +413,19 @@ def _observed_inputs(layer: Layer, limits: Limits) -> Observation | None:
     if layer.inputs is None:
         return None
     record: LayerBudget = layer.record
-    before, clamping, tolerance = record.inputs, record.clamping, layer.settings["sat_tol"]
-    measured = layer.inputs.range(tolerance)
+    before, clamping, given = record.inputs, record.clamping, layer.settings["sat_tol"]
+    tolerance = SAT_TOL if given is None else given
+    largest = integer_bits_of(layer.inputs.counts, 0.0) if given is None else None
+    measured = replace(layer.inputs.range(tolerance), largest=largest)
     positive, gradient, new = record.positive, record.input_gradient, layer.inputs.gradient
     if measured.integer_bits is None:  # all 0, or not finite: nothing is learnt
         return Observation(before, measured, gradient, limits, clamping, positive)
     if isinstance(before, FixedPoint):
         positive = positive + 1 if before.signed and not measured.signed else 0
         bits, clamping = next_integer_bits(before, clamping, measured, tolerance)
-        keeps_sign = 0 < positive < _POSITIVE
-        measured = replace(measured, integer_bits=bits, signed=measured.signed or keeps_sign)
+        largest = None if largest is None else next_largest(before, largest)
+        signed = measured.signed or 0 < positive < _POSITIVE
+        measured = replace(measured, integer_bits=bits, signed=signed, largest=largest)
     if new is not None:
         gradient = new if gradient is None else (gradient + new) / 2
     return Observation(before, measured, gradient, limits, clamping, positive)
@@ -422,6 +442,19 @@ def _with_unseen(shared: Window, layers: Sequence[Layer]) -> Window:
         "that has no factor in common with how often they run (26 in place of 25)"
     )
     return replace(shared, was_unseen=True)
+
+
+def _with_clamped(shared: Window, rows: Sequence[Switch], step: Step) -> Window:
+    """Say that inputs grew beyond their formats, which follow them at switches alone."""
+    names = [row.layer for row in rows if row.saturated > _CLAMPED]
+    if shared.was_clamped or not names or step.number <= _EARLY[-1]:
+        return shared
+    warn_user(
+        f"inputs must stay within their formats between switches, got more than a quarter clamped in step "
+        f"{step.number}: of {listed(names)}; formats follow at the end of each {step.settings['window']}. step, "
+        "as its batch has it: set a smaller window, scale data alike in all steps, or take larger batches"
+    )
+    return replace(shared, was_clamped=True)
 
 
 def is_count(value: float) -> bool:

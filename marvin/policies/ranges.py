@@ -7,7 +7,20 @@ from dataclasses import dataclass
 from fixedpoint_kernels import FixedPoint
 from fixedpoint_kernels.formats import LONGEST_FL
 
-__all__ = ["Limits", "Range", "budget_noise", "integer_bits_of", "next_integer_bits"]
+__all__ = ["SAT_TOL", "Limits", "Range", "budget_noise", "headroom", "integer_bits_of"]
+__all__ += ["next_integer_bits", "next_largest"]
+
+SAT_TOL = 1e-3
+"""Share of inputs that may saturate in words without headroom, where the user does not say."""
+
+
+def headroom(wl: int) -> int:
+    """Return how many integer bits words have beyond the largest input: 1 from 12 bits on, 2 with 16.
+
+    There a value that is clamped costs more than the rounding of all others. In shorter words, which have
+    none, rounding costs more.
+    """
+    return max(wl // 4 - 2, 0)
 
 
 @dataclass(frozen=True)
@@ -24,6 +37,8 @@ class Range:
         clipping: Mean square of what clipping takes away with 1, 2, ... integer bits fewer than
             ``integer_bits``, as far as that may be.
         rounded: Share of values that rounding can change: those that are not 0.
+        largest: ``integer_bits`` that hold all values, for words with headroom; None where these have
+            those of the others, and no headroom.
     """
 
     signed: bool
@@ -33,6 +48,7 @@ class Range:
     channels: tuple[int | None, ...] = ()
     clipping: tuple[float, ...] = ()
     rounded: float = 1.0
+    largest: int | None = None
 
     @property
     def noise_share(self) -> float:
@@ -57,7 +73,12 @@ class Limits:
     max_noise: float = math.inf
 
     def format(
-        self, signed: bool, integer_bits: int, noise: float, clipping: Sequence[float] = ()
+        self,
+        signed: bool,
+        integer_bits: int,
+        noise: float,
+        clipping: Sequence[float] = (),
+        largest: int | None = None,
     ) -> FixedPoint:
         """Return the shortest format whose noise is allowed, or the longest there is.
 
@@ -70,14 +91,17 @@ class Limits:
                 length at every word length.
             noise: Largest noise, mean square.
             clipping: Noise that 1, 2, ... integer bits fewer add.
+            largest: See ``Range``.
         """
-        fewest = self.max_wl - LONGEST_FL
-        most = min(max(integer_bits, fewest), self.min_wl - 1 + LONGEST_FL)
-        lengths = [(most - i, power) for i, power in enumerate((0.0, *clipping))]
-        allowed = [(n, power) for n, power in lengths if n >= fewest]
+        fewest, limit = self.max_wl - LONGEST_FL, self.min_wl - 1 + LONGEST_FL
 
         def with_least_noise(wl: int) -> tuple[float, int]:
-            fls = [(wl - signed - n, power) for n, power in allowed]
+            wanted, spare = integer_bits, headroom(wl)
+            if largest is not None and spare:
+                wanted = largest + spare
+            most = min(max(wanted, fewest), limit)
+            lengths = [(most - i, power) for i, power in enumerate((0.0, *clipping))]
+            fls = [(wl - signed - n, power) for n, power in lengths if n >= fewest]
             return min((power + 4.0**-fl / 12, fl) for fl, power in fls)
 
         for wl in range(self.min_wl, self.max_wl):
@@ -116,7 +140,7 @@ def next_integer_bits(
     It follows the data up at once. It goes down by single bits, or to two above what is needed, and up by one
     where more than twice the tolerated share was clamped though the quantile fits (values within half a step of
     the end are clamped too, and so is the power of two itself). It does not go down to that number
-    again before the data need fewer.
+    again before the data need fewer. A format with headroom tells nothing of those without.
 
     Args:
         before: Format until now.
@@ -131,12 +155,29 @@ def next_integer_bits(
         clamping = None
     if needed == clamping:
         needed += 1
+    if measured.largest is not None and headroom(before.wl):
+        return needed, clamping
     if needed > before.il:
         return needed, clamping
     if measured.saturated > 2 * tolerance:
         lacked_sign = measured.signed and not before.signed
         return before.il + 1, clamping if lacked_sign else before.il
     return max(needed, min(before.il - 1, needed + 2)), clamping
+
+
+def next_largest(before: FixedPoint, needed: int) -> int:
+    """Return the next number of integer bits, without headroom, of words that have it.
+
+    It goes up and down as ``next_integer_bits`` has it. Within the headroom nothing is clamped.
+
+    Args:
+        before: Format until now.
+        needed: Integer bits that hold all values.
+    """
+    spare = headroom(before.wl)
+    if not spare or needed > before.il - spare:
+        return needed
+    return max(needed, min(before.il - spare - 1, needed + 2))
 
 
 def budget_noise(budget: float, gradient: float) -> float | None:

@@ -675,6 +675,39 @@ class TestUnusualInputs:
         assert wanted[0].wl > 5
         assert wanted[0].wl - found[0].wl <= 1  # magnitudes are known by powers of two
 
+    def with_one_in_4096(self):
+        x = torch.rand(256, 16, generator=torch.Generator().manual_seed(0)) * 0.75
+        x[0, 0] = 100
+        return [x] * 3
+
+    @pytest.mark.parametrize(
+        ("wl", "bits"), [(4, 0), (8, 0), (11, 0), (12, 7 + 1), (15, 7 + 1), (16, 7 + 2)]
+    )
+    def test_long_words_clamp_nothing_and_have_headroom(self, wl, bits):
+        for policy in (
+            functools.partial(StaticPolicy, 8, wl),
+            functools.partial(StaticPolicy, 5, 5, ends_wl=wl),
+            functools.partial(LossBudgetPolicy, min_wl=wl, max_wl=wl),
+        ):
+            optimizer, formats = self.train(self.with_one_in_4096(), policy)
+            assert [(fmt.wl, fmt.il) for fmt in formats] == [(wl, bits)] * 3
+            is_clamped = optimizer.trace[-1].saturated > 0
+            assert is_clamped == (wl < 12)
+
+    @pytest.mark.parametrize(("tolerance", "bits"), [(1e-3, 0), (0, 7)])
+    @pytest.mark.parametrize("wl", [8, 12, 16])
+    def test_a_tolerance_that_is_given_holds_at_every_length(self, wl, tolerance, bits):
+        policy = functools.partial(StaticPolicy, 8, wl, sat_tol=tolerance)
+        assert [fmt.il for fmt in self.train(self.with_one_in_4096(), policy)[1]] == [bits] * 3
+
+    @pytest.mark.parametrize(("noise", "bits"), [(1e-3, {0}), (1e-9, {8, 9})])
+    def test_the_length_that_is_chosen_decides(self, noise, bits):
+        own = functools.partial(
+            LossBudgetPolicy, kappa=1e6, max_noise=(1, noise), min_wl=2, max_wl=16
+        )
+        formats = self.train(self.with_one_in_4096(), own)[1]
+        assert all(fmt.il in bits and (fmt.wl >= 12) == (fmt.il > 0) for fmt in formats)
+
     def test_batches_of_zeros_change_nothing(self):
         x, zeros = self.ramp(), torch.zeros(16, 16)
         one, formats = self.train([x, x, x, zeros])
@@ -803,9 +836,10 @@ def test_bad_arguments_are_named(make_policy, message):
     [
         (lambda: LossBudgetPolicy(target_bits="5"), "target_bits must be .* got target_bits='5'"),
         (lambda: marvin.MarvinPolicy(lookback=5), "lookback must be two .* got lookback=5"),
-        (lambda: StaticPolicy(sat_tol=None), "sat_tol must be 0 or more .* got sat_tol=None"),
+        (lambda: StaticPolicy(sat_tol="0"), "sat_tol must be 0 or more .* got sat_tol='0'"),
+        (lambda: StaticPolicy(window=None), "window must be a whole number .* got window=None"),
     ],
-    ids=["text", "one", "none"],
+    ids=["text", "one", "text of a number", "none"],
 )
 def test_arguments_of_another_kind_are_named(make_policy, message):
     with pytest.raises(TypeError, match=message):

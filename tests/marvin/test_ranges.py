@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from fixedpoint_kernels import FixedPoint, quantize
 from fixedpoint_kernels.observer import round_and_observe
 from marvin.policies.observer import Observer, inputs_of, weight_ranges
-from marvin.policies.ranges import Limits, Range, budget_noise, integer_bits_of, next_integer_bits
+from marvin.policies.ranges import (
+    Limits,
+    Range,
+    budget_noise,
+    headroom,
+    integer_bits_of,
+    next_integer_bits,
+    next_largest,
+)
 from marvin.shards import Shard, shard_of
 
 
@@ -80,6 +88,47 @@ def test_integer_bits_settle_and_clamp_no_more_than_is_tolerated(wl, bits, value
 def test_values_below_0_without_a_sign_do_not_tell_of_the_integer_bits():
     measured = Range(True, 2, 1.0, 0.5)
     assert next_integer_bits(FixedPoint(8, 6, signed=False), None, measured, 1e-3) == (3, None)
+
+
+def test_words_from_12_bits_on_have_headroom():
+    assert [headroom(wl) for wl in range(2, 17)] == [0] * 10 + [1] * 4 + [2]
+
+
+@pytest.mark.parametrize(
+    ("before", "needed", "after"),
+    [
+        (FixedPoint(8, 7), 5, 5),  # has no headroom: nothing is known
+        (FixedPoint(12, 7), 5, 5),  # il 4, one of which is to spare
+        (FixedPoint(12, 7), 4, 4),  # up at once, though nothing was clamped
+        (FixedPoint(12, 7), 3, 3),
+        (FixedPoint(12, 7), 1, 2),  # down by one
+        (FixedPoint(16, 8), 2, 4),  # il 7, two to spare
+        (FixedPoint(16, 8), -4, -2),  # or to two above
+        (FixedPoint(16, 9, signed=False), 5, 5),
+    ],
+)
+def test_headroom_is_no_part_of_what_the_data_need(before, needed, after):
+    assert next_largest(before, needed) == after
+
+
+def test_formats_with_headroom_tell_nothing_of_those_without():
+    before, measured = FixedPoint(16, 6), Range(True, 0, 1.0, largest=7)
+    assert next_integer_bits(before, None, measured, 1e-3) == (0, None)
+    assert next_integer_bits(before, 0, measured, 1e-3) == (1, 0)
+    given = Range(True, 0, 1.0)  # no headroom was wanted
+    assert next_integer_bits(before, None, given, 1e-3) == (2, None)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_each_word_length_has_its_own_integer_bits(signed):
+    for wl in range(2, 17):
+        il = 3 if wl < 12 else 7 + headroom(wl)
+        found = Limits(wl, wl).format(signed, 3, 0.0, largest=7)
+        assert found == FixedPoint(wl, wl - signed - il, signed=signed)
+    noise = 4.0**-7 / 12 if signed else 4.0**-8 / 12
+    assert Limits(2, 16).format(signed, 3, noise, largest=7).wl == 11
+    longer = Limits(2, 16).format(signed, 3, noise / 4, largest=2)
+    assert (longer.wl, longer.il) == (12, 3)
 
 
 def test_the_budget_by_hand():

@@ -309,7 +309,7 @@ def test_what_is_foreign_is_named(place, value, message, whole, tmp_path, prepar
     ("name", "value", "message"),
     [
         ("loss_sum", math.nan, "loss_sum must be a finite number, got nan"),
-        ("first_loss", Stop, "shared must have 10 names, others are"),
+        ("first_loss", Stop, "shared must have 11 names, others are"),
         ("begun", Stop, None),  # earlier versions have none
     ],
 )
@@ -325,6 +325,27 @@ def test_the_window_of_a_loss_budget_is_one_of_a_run(name, value, message, tmp_p
         return
     with pytest.raises(UserError, match=message):
         train_on(resumed, 1, monkeypatch)
+
+
+def test_a_run_with_the_earlier_tolerance_goes_on_with_it(tmp_path, monkeypatch):
+    config = small(tmp_path / "run", policy="static", policy_bits=(8, 16))
+    train_on(config, 4, monkeypatch)
+    path = RunFolder(tmp_path / "run").checkpoint
+    state = torch.load(path, weights_only=True)
+    tolerances = (
+        ("optimizer", "marvin", "policy", "settings", "sat_tol"),
+        ("optimizer", "param_groups", 0, "sat_tol"),
+    )
+    for value, message in ((1e-3, None), (1e-2, "sat_tol is 0.01, not None")):
+        for place in tolerances:
+            state = changed(state, place, value)
+        torch.save(state, path)
+        resumed = dataclasses.replace(config, resume=True)
+        if message is None:
+            train_on(resumed, 1, monkeypatch)
+            continue
+        with pytest.raises(UserError, match=message):
+            train_on(resumed, 1, monkeypatch)
 
 
 def test_nothing_in_a_run_folder_says_where_to_write(whole, tmp_path, prepared):
