@@ -26,6 +26,7 @@ from marvin.policies.observer import Observer, Sums
 from marvin.policies.records import ActivationFormats
 from marvin.rounder import BUFFER, ForwardState
 from marvin.settings import Group, Settings
+from marvin.straight_through import Tally
 from marvin.warned import listed, warn_user
 
 __all__ = ["EXCLUDED", "FOLLOWERS", "OTHERS", "Carriers", "assign", "decides", "others_of"]
@@ -246,7 +247,7 @@ class Carriers:
             )
 
     def name_clamped(self, settings: Settings, *, is_dead: bool = False) -> None:
-        """Warn once of modules that clamp most of what they give, or see, or much of the data.
+        """Warn once of modules that clamp most of what they give, or see, or much of the data; data are counted anew.
 
         Args:
             settings: Of the first parameter group.
@@ -256,6 +257,7 @@ class Carriers:
         for entry in (e for handle in self.handles for e in handle.entries if e.is_live):
             own, formats = entry.rounder, entry.rounder.formats(entry.module)
             is_much = own.tally.fresh() > _MUCH or own.data.share() > _OF_DATA
+            own.data = Tally()
             rows = (
                 ("inputs", is_much, formats.inputs),
                 (

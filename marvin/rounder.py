@@ -133,7 +133,7 @@ class Rounder:
         counts_samples: Whether this is the module whose inputs tell the size of the batch.
         tally: Of clamped inputs that have a gradient.
         outputs: Of clamped outputs.
-        data: Of clamped inputs without a gradient, in the first pass that rounds them: data changes little.
+        data: Of clamped inputs without a gradient, in the first pass since the optimizer last looked.
         observer: Set by the optimizer before a step whose inputs it wants to know.
     """
 

@@ -155,7 +155,7 @@ def _rounds_plainly(module: nn.Module, rounder: Rounder, formats: ModuleFormats,
     if rounding != "nearest" or observes:
         return False
     if module.training and not x.requires_grad and not rounder.data.total:
-        return False  # data is looked at once
+        return False  # data are looked at now and then
     return rounder.state.format_of(x) != formats.inputs
 
 

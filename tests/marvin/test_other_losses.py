@@ -120,6 +120,27 @@ def test_what_formats_do_not_reach_is_named():
         train(model, optimizer, 199, start=1)
 
 
+def test_data_that_grow_beyond_given_formats_are_named():
+    model, optimizer, _ = make(FixedPolicy(12, 8))  # up to 8
+    train(model, optimizer, 99)
+    with pytest.warns(UserWarning, match=r"clamped, .*inputs of 0.* which reach 8 at most"):
+        train(model, optimizer, 102, start=99, scale=64.0)
+
+
+@pytest.mark.parametrize("policy", [marvin.StaticPolicy, LossBudgetPolicy])
+def test_data_that_grow_between_switches_are_named_once(policy):
+    model, optimizer, _ = make(policy(window=20))
+    train(model, optimizer, 3)
+    train(model, optimizer, 30, start=3, scale=64.0)  # formats are new: step 5 clamps much, too
+    with pytest.warns(UserWarning, match=r"quarter clamped in step 40: of 0\.weight") as told:
+        train(model, optimizer, 30, start=33, scale=2.0**12)
+    assert len(told) == 1
+    other, resumed, _ = make(policy(window=20))
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    train(other, resumed, 20, start=63, scale=2.0**18)  # once is enough
+
+
 class OwnLoss(nn.Module):
     """Has class centres and returns its loss, as ArcFace and many published models do."""
 
