@@ -11,7 +11,12 @@ from torch.optim.optimizer import StateDict
 from fixedpoint_kernels import BlockFloat, FixedPoint, quantize
 from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels._torch_private.modes import is_watched
-from fixedpoint_kernels._torch_private.modules import hook_wrapper, hooks_of, remove_hooks
+from fixedpoint_kernels._torch_private.modules import (
+    buffer_of,
+    hook_wrapper,
+    hooks_of,
+    remove_hooks,
+)
 from fixedpoint_kernels.block import block_fl
 from fixedpoint_kernels.forward_save.conversion import revert
 from fixedpoint_kernels.forward_save.swap import is_converted
@@ -22,7 +27,7 @@ from marvin.compiled import is_traced
 from marvin.conversion import prepared
 from marvin.hooks import Saving, Unscripted, give_place, rounders_of, take_place
 from marvin.layers import computed_weights
-from marvin.model_formats import ModuleFormats, decode_formats
+from marvin.model_formats import CarriedFormats, ModuleFormats, decode_formats
 from marvin.nested import mapped, mapped_output
 from marvin.refused import check_model, check_unsharded, check_values
 from marvin.rounder import BUFFER, FLOATS, as_it_is, formats_of
@@ -91,7 +96,7 @@ def freeze(model: nn.Module) -> nn.Module:
         give_place(module, FrozenRounding)
         for hook in hooks_of(module, FrozenRounding):
             module.register_load_state_dict_pre_hook(_Loading(hook))
-            _check(hook.formats)
+            hook.formats_of(module)
     return frozen
 
 
@@ -145,10 +150,45 @@ def saved_classes() -> list[type]:
 
 
 class FrozenRounding(Unscripted):
-    """Rounds in torch's operators."""
+    """Rounds in torch's operators.
+
+    Attributes:
+        formats: By which it rounds where nobody can read the module's buffer: what is compiled, traced or exported.
+        arguments: Names of the arguments of the module's ``forward``.
+    """
 
     def __init__(self, formats: ModuleFormats, arguments: Any) -> None:
         self.formats, self.arguments = formats, arguments
+        self._carried = CarriedFormats()
+
+    def __getstate__(self) -> StateDict:
+        return {"formats": self.formats, "arguments": self.arguments}
+
+    def __setstate__(self, state: StateDict) -> None:
+        self.__init__(**state)
+
+    def formats_of(self, module: nn.Module) -> ModuleFormats:
+        """Return the formats that a module's buffer holds.
+
+        Raises:
+            ValueError: It does not hold formats, or some that a frozen model does not round by.
+        """
+        if torch.compiler.is_compiling():
+            return self.formats
+        buffer = buffer_of(module, BUFFER)
+        if buffer is None or not self._carried.are_of(buffer):
+            if buffer is None or buffer.is_meta or is_traced() or is_watched():
+                return self.formats
+            self._read(buffer, module)
+        return self._carried.formats
+
+    def _read(self, buffer: Tensor, module: nn.Module) -> None:
+        carried = CarriedFormats()
+        carried.read(buffer, f"{type(module).__name__}.{BUFFER}")
+        _check(carried.formats)
+        if buffer is self._carried.buffer:  # not one that ``functional_call`` lends
+            self.formats = carried.formats
+        self._carried = carried
 
 
 class _Inputs(FrozenRounding):
@@ -156,7 +196,7 @@ class _Inputs(FrozenRounding):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Round; ``torch.ao`` registers the hook anew on what it makes of a module, without keywords."""
-        formats = self.formats
+        formats = self.formats_of(module)
         if formats.inputs is None and formats.samples is None:
             return None
 
@@ -170,8 +210,8 @@ class _Inputs(FrozenRounding):
 
 
 class _Outputs(FrozenRounding):
-    def __call__(self, _: nn.Module, _args: Any, output: Any) -> Any:
-        fmt = self.formats.outputs
+    def __call__(self, module: nn.Module, _args: Any, output: Any) -> Any:
+        fmt = self.formats_of(module).outputs
         return output if fmt is None else mapped_output(lambda x: _round(x, fmt), output)
 
 

@@ -1,5 +1,7 @@
 """What a model's module knows of its formats, and the tensor in which its state has it."""
 
+import ctypes
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,20 +9,25 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.optimizer import StateDict
 
 from fixedpoint_kernels import BlockFloat, FixedPoint
+from fixedpoint_kernels._torch_private.tensors import version_of
 from fixedpoint_kernels.rounding import Rounding
 from marvin.channels import ChannelFormat
+from marvin.compiled import check_not_exported
 from marvin.rounding import Format
 from marvin.shards import is_sharded
 from marvin.straight_through import StraightThrough
 
-__all__ = ["ModuleFormats", "decode_formats", "encode_formats", "no_longer_awaited"]
+__all__ = ["CarriedFormats", "ModuleFormats", "decode_formats", "encode_formats", "mark_of"]
+__all__ += ["no_longer_awaited"]
 
 _VERSION = 1
 _ROW = 5  # kind, wl, fl, flags, number of shifts
 _FLOAT, _FIXED, _BLOCK, _CHANNELS = range(4)
 _IDENTITY, _STOCHASTIC, _AWAITED = 1, 2, 4  # flags
+_TRIES = 100  # to read formats that another process is writing, a millisecond apart
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,75 @@ def decode_formats(numbers: Tensor, name: str) -> ModuleFormats:
     inputs, outputs, gradients, samples, *own = found
     is_awaited = bool(flags & _AWAITED)
     return ModuleFormats(inputs, outputs, gradients, samples, tuple(own), ste, rounding, is_awaited)
+
+
+class CarriedFormats:
+    """The formats of a module's buffer, and whether it still holds them.
+
+    Attributes:
+        formats: That were read, or written, last.
+        buffer: That held them.
+    """
+
+    def __init__(self) -> None:
+        self.formats = ModuleFormats()
+        self.buffer: Tensor | None = None
+        self._mark: object = None
+
+    def __getstate__(self) -> StateDict:
+        return {**vars(self), "buffer": None}  # a copy is of another module
+
+    def are_of(self, buffer: Tensor) -> bool:
+        """Say whether a buffer holds ``formats``; waits for no device."""
+        return buffer is self.buffer and mark_of(buffer) == self._mark
+
+    def read(self, buffer: Tensor, name: str, source: Tensor | None = None) -> None:
+        """Take the formats that a buffer holds; a device is waited for.
+
+        Args:
+            buffer: Of a module.
+            name: For the message.
+            source: Where its values are, if elsewhere.
+
+        Raises:
+            RuntimeError: ``torch.export`` exports.
+            ValueError: The buffer does not hold formats.
+        """
+        check_not_exported()
+        source = buffer if source is None else source
+        mark = None if buffer.is_cpu else mark_of(buffer)
+        left = _TRIES if buffer.is_cpu and buffer.untyped_storage().is_shared() else 1
+        while True:
+            numbers = source if source.is_meta else source.detach().to("cpu", copy=True)
+            try:
+                formats = decode_formats(numbers, name)
+                break
+            except ValueError:  # where others write meanwhile, a part of the numbers is old
+                left -= 1
+                if not left:
+                    raise
+                time.sleep(1e-3)
+        self._note(buffer, formats, mark_of(numbers) if mark is None else mark)
+
+    def note(self, buffer: Tensor, numbers: Tensor, formats: ModuleFormats) -> None:
+        """Take formats that were written to a buffer, as ``numbers`` on the CPU."""
+        self._note(buffer, formats, mark_of(numbers if buffer.is_cpu else buffer))
+
+    def _note(self, buffer: Tensor, formats: ModuleFormats, mark: object) -> None:
+        self.formats = formats  # first: other threads may ask
+        self._mark, self.buffer = mark, buffer
+
+
+def mark_of(buffer: Tensor) -> object:
+    """Return what is another where other formats were written to a buffer; waits for no device.
+
+    On the CPU these are its bytes: torch does not count what NumPy, ``torch.distributed`` and other
+    processes write. No operator reads them, so nothing that watches or traces sees it.
+    """
+    if not buffer.is_cpu:
+        return object() if buffer.is_inference() else version_of(buffer)
+    address = buffer.data_ptr()
+    return ctypes.string_at(address, buffer.nbytes) if address else b""
 
 
 def _row(fmt: Format | None, room: int) -> list[int]:

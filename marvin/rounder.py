@@ -1,6 +1,5 @@
 """Rounding what a module sees, by the formats that it carries."""
 
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,9 +12,9 @@ from fixedpoint_kernels import BlockFloat, FixedPoint
 from fixedpoint_kernels._torch_private.modes import is_recomputed, is_transformed
 from fixedpoint_kernels._torch_private.tensors import version_of
 from fixedpoint_kernels.rounding import Rounding
-from marvin.compiled import check_not_exported, check_untraced
+from marvin.compiled import check_untraced
 from marvin.layers import carried_parameters, is_layer
-from marvin.model_formats import ModuleFormats, decode_formats, encode_formats
+from marvin.model_formats import CarriedFormats, ModuleFormats, decode_formats, encode_formats
 from marvin.nested import mapped, mapped_output
 from marvin.noise import NEXT, Purpose, stream
 from marvin.policies.observer import Observer
@@ -32,7 +31,6 @@ __all__ = [
     "as_it_is",
     "channels_of",
     "formats_of",
-    "is_shared",
 ]
 
 BUFFER = "fixed_point"
@@ -42,8 +40,6 @@ FLOATS = torch.float32, torch.bfloat16, torch.float16
 
 Samples = tuple[int, tuple[str, int] | None]
 """Of a ``ForwardState``: ``samples`` and ``first``."""
-
-_TRIES = 100  # to read formats that another process is writing, a millisecond apart
 
 
 class ForwardState:
@@ -144,11 +140,7 @@ class Rounder:
         self.counts_samples = False
         self.tally, self.outputs, self.data = Tally(), Tally(), Tally()
         self.observer: Observer | None = None
-        self._formats = ModuleFormats()
-        self._seen: tuple[Tensor | None, int, bytes] = _NOTHING
-
-    def __getstate__(self) -> StateDict:
-        return {**vars(self), "_seen": _NOTHING}
+        self._carried = CarriedFormats()
 
     def __setstate__(self, state: StateDict) -> None:
         self.__init__(state["name"], state["state"], state["arguments"])  # as of ``ForwardState``
@@ -162,36 +154,16 @@ class Rounder:
             ValueError: The module's buffer does not hold formats.
         """
         buffer = getattr(module, BUFFER)
-        if buffer.is_inference() or not self._is_as_seen(buffer):
-            self._read(buffer, _with_values(module, buffer))
-        return self._formats
-
-    def _is_as_seen(self, buffer: Tensor) -> bool:
-        seen, version, numbers = self._seen
-        if buffer is not seen or version_of(buffer) != version:
-            return False
-        return not is_shared(buffer) or _bytes_of(buffer) == numbers
-
-    def _read(self, buffer: Tensor, source: Tensor) -> None:
-        check_not_exported()
-        name, version = f"{self.name}.{BUFFER}".lstrip("."), version_of(buffer)
-        left = _TRIES if is_shared(buffer) else 1
-        while True:
-            numbers = source if source.is_meta else source.detach().to("cpu", copy=True)
-            try:
-                self._formats = decode_formats(numbers, name)
-                break
-            except ValueError:  # where others write meanwhile, a part of the numbers is old
-                left -= 1
-                if not left:
-                    raise
-                time.sleep(1e-3)
-        self._seen = buffer, version, _bytes_of(numbers)
+        if not self._carried.are_of(buffer):
+            name = f"{self.name}.{BUFFER}".lstrip(".")
+            self._carried.read(buffer, name, _with_values(module, buffer))
+        return self._carried.formats
 
     def has(self, module: nn.Module, formats: ModuleFormats) -> bool:
         """Say whether ``module`` carries these formats, and nobody else has written to them."""
         buffer = getattr(module, BUFFER, None)
-        return buffer is not None and self._is_as_seen(buffer) and formats == self._formats
+        own = self._carried
+        return buffer is not None and own.are_of(buffer) and formats == own.formats
 
     @torch.no_grad()
     def write(self, module: nn.Module, formats: ModuleFormats) -> None:
@@ -207,8 +179,7 @@ class Rounder:
             setattr(module, BUFFER, numbers.to(buffer.device))
         buffer = getattr(module, BUFFER)
         if not buffer.is_meta:
-            self._formats = formats
-            self._seen = buffer, version_of(buffer), _bytes_of(numbers)
+            self._carried.note(buffer, numbers, formats)
 
     def count(self, samples: int) -> None:
         """Count samples that go forward, where this module tells their number: not those that go again."""
@@ -312,9 +283,6 @@ class Rounder:
         return round_with_gradient(x, fmt, options, ste="identity", tally=self.tally, back=None)
 
 
-_NOTHING: tuple[Tensor | None, int, bytes] = None, 0, b""
-
-
 def _with_values(module: nn.Module, buffer: Tensor) -> Tensor:
     """Return a module's formats' buffer; where it is on the meta device, what accelerate loads into it later in the call."""
     if buffer.is_meta:
@@ -324,15 +292,6 @@ def _with_values(module: nn.Module, buffer: Tensor) -> Tensor:
             if BUFFER in kept:
                 return kept[BUFFER]
     return buffer
-
-
-def is_shared(buffer: Tensor) -> bool:
-    """Say whether other processes may write to a buffer on the CPU: torch counts only this one's writes."""
-    return buffer.is_cpu and buffer.untyped_storage().is_shared()  # the tensor's own takes 2 us
-
-
-def _bytes_of(numbers: Tensor) -> bytes:
-    return numbers.detach().numpy().tobytes()
 
 
 def as_it_is(module: nn.Module, x: Tensor, fmt: Format | None) -> Tensor:

@@ -113,7 +113,7 @@ def carried(module: nn.Module) -> tuple[ModuleFormats, ForwardState | None]:
     for rounder in rounders_of(module):
         return rounder.formats(module), rounder.state
     for hook in hooks_of(module, FrozenRounding):
-        return hook.formats, None
+        return hook.formats_of(module), None
     return ModuleFormats(), None
 
 
@@ -123,7 +123,8 @@ def rounding_of(module: nn.Module) -> tuple[ModuleFormats, list[Rounder], int]:
     if rounders:
         return rounders[0].formats(module), rounders, len(rounders)
     frozen = hooks_of(module, FrozenRounding)  # one before, one behind
-    return (frozen[0].formats if frozen else ModuleFormats()), [], len(frozen) // 2
+    formats = frozen[0].formats_of(module) if frozen else ModuleFormats()
+    return formats, [], len(frozen) // 2
 
 
 def has_hooks(module: nn.Module, own: int | None = None) -> bool:

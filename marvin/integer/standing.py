@@ -10,12 +10,10 @@ from fixedpoint_kernels._torch_private.modules import (
     buffers_of,
     global_backward_hooks,
     global_forward_hooks,
-    hooks_of,
     mode_and_hooks,
 )
-from fixedpoint_kernels._torch_private.tensors import versions_of
-from marvin.freezing import FrozenRounding
-from marvin.rounder import BUFFER, is_shared
+from marvin.model_formats import mark_of
+from marvin.rounder import BUFFER
 
 __all__ = ["Standing"]
 
@@ -41,11 +39,8 @@ class Standing:
         self._owners = [*map(vars, self._members)]
         self._before = [tuple(map(copy, own)) for own in self._modes_and_hooks()]
         self._carried = buffers_of(self._members, BUFFER)
-        self._versions = self._versions_now()
-        self._frozen = [hook for own in self._members for hook in hooks_of(own, FrozenRounding)]
-        self._formats = [hook.formats for hook in self._frozen]
-        # torch counts no versions of what was made in inference mode
-        self._is_known = not any(own is not None and own.is_inference() for own in self._carried)
+        self._marks = self._marks_now()
+        self._is_known = True
         return True
 
     def holds(self) -> bool:
@@ -54,14 +49,12 @@ class Standing:
             self._is_known
             and self._modes_and_hooks() == self._before
             and all(map(is_, buffers_of(self._members, BUFFER), self._carried))
-            and self._versions_now() == self._versions
-            and not any(own is not None and is_shared(own) for own in self._carried)
-            and all(map(is_, (hook.formats for hook in self._frozen), self._formats))
+            and self._marks_now() == self._marks
         )
 
     def _modes_and_hooks(self) -> list[tuple[object, ...]]:
         """Return those of each module, and the hooks of all."""
         return [*map(mode_and_hooks, self._owners), global_forward_hooks(), global_backward_hooks()]
 
-    def _versions_now(self) -> list[int]:
-        return versions_of([own for own in self._carried if own is not None])
+    def _marks_now(self) -> list[object]:
+        return [mark_of(own) for own in self._carried if own is not None]

@@ -15,14 +15,14 @@ from torch import nn
 import marvin
 from benchmarks.ops.int8_inference import frozen_model
 from fixedpoint_kernels import FixedPoint, products, tokens
-from fixedpoint_kernels._torch_private.modules import hooks_of
 from fixedpoint_kernels.fused import Layer, Segment, Value, inference
 from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.products import paths
 from fixedpoint_kernels.products.shapes import Window
 from fixedpoint_kernels.tokens import execute, program
-from marvin.freezing import FrozenRounding
 from marvin.integer import convert, prepack, revert
+from marvin.model_formats import encode_formats
+from marvin.rounder import channels_of, formats_of
 from train.resnet20 import ResNet20
 
 pytestmark = [
@@ -341,10 +341,12 @@ def test_hooks_and_formats_are_seen(pair, name):
     assert seen == [1]
     before = run(pair[1], batch(name))
     for model in pair:
-        for module in model.modules():
-            for hook in hooks_of(module, FrozenRounding):
-                if (own := hook.formats.inputs) is not None:
-                    hook.formats = replace(hook.formats, inputs=FixedPoint(own.wl, own.fl - 3))
+        for key, formats in formats_of(model).items():
+            if (own := formats.inputs) is not None:
+                module = model.get_submodule(key)
+                coarse = replace(formats, inputs=FixedPoint(own.wl, own.fl - 3))
+                numbers = encode_formats(coarse, channels_of(module))
+                module.fixed_point.numpy()[:] = numbers.numpy()  # which torch does not count
     assert_same(pair, name)
     assert_same((copy.deepcopy(pair[0]), pair[1]), name)  # a copy has looked at nothing
     assert not torch.equal(run(pair[1], batch(name)), before)
