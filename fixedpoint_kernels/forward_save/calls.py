@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fixedpoint_kernels._torch_private.modes import is_checkpointed
+from fixedpoint_kernels._torch_private.modes import is_checkpointed, is_transformed
+from fixedpoint_kernels.forward_save.activations import CALLS
 from fixedpoint_kernels.forward_save.handlers import HANDLERS, Keeper
 from fixedpoint_kernels.forward_save.noise import new_noise
 from fixedpoint_kernels.forward_save.scope import here, paused
@@ -98,7 +99,7 @@ class saving(Keeper, TorchFunctionMode):
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         handler = HANDLERS.get(name)
-        if handler and "out" not in kwargs and _is_on():
+        if handler and "out" not in kwargs and _is_on(name):
             made = handler(self, func, args, kwargs)
             if made is not NotImplemented:
                 self.handled[name] = self.handled.get(name, 0) + 1
@@ -106,9 +107,11 @@ class saving(Keeper, TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _is_on() -> bool:
-    """Whether functions are to keep less; a checkpoint, which runs them twice, keeps nothing."""
+def _is_on(function: str) -> bool:
+    """Whether a function is to keep less; a checkpoint, which runs it twice, keeps nothing."""
     if torch.compiler.is_compiling():  # a part of a model, which is called in a scope
+        return False
+    if is_transformed() and function not in CALLS:  # few-bit activations are for torch.func, too
         return False
     return torch.is_grad_enabled() and not here.is_paused and not is_checkpointed()
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fixedpoint_kernels._torch_private.compiling import compiled_as_constant, constants
+from fixedpoint_kernels._torch_private.modes import is_transformed
 from fixedpoint_kernels._torch_private.tensors import adaptive_avg_pool_backward
 from fixedpoint_kernels.few_bit import operators
 from fixedpoint_kernels.few_bit.autograd import product
@@ -28,7 +29,9 @@ WINDOW = 256  # places that an index of 8 bits can tell apart
 
 def _keeps(module: nn.Module, input: Tensor) -> bool:
     is_kept = module.training and torch.is_grad_enabled() and input.requires_grad
-    return is_kept and maps.is_dense(input)
+    if not (is_kept and maps.is_dense(input)):
+        return False
+    return torch.compiler.is_compiling() or not is_transformed()  # exactly, as torch.func sees it
 
 
 class Dropout(nn.Module):

@@ -13,7 +13,7 @@ from fixedpoint_kernels._torch_private.tensors import base_of
 from fixedpoint_kernels.forward_save import maps, recompute, scope
 from fixedpoint_kernels.forward_save.checkpoint import Found
 from fixedpoint_kernels.forward_save.settings import Division
-from fixedpoint_kernels.once import once_differentiable
+from fixedpoint_kernels.once import ReverseOnly, once_differentiable
 
 __all__ = [
     "Convolution",
@@ -240,7 +240,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry, pa
     return _Convolution.apply(x, weight, bias, dtype, *kept, geometry)  # pyright: ignore
 
 
-class _Convolution(torch.autograd.Function):
+class _Convolution(ReverseOnly):
     """``aten::convolution``, which keeps what ``pack`` returned."""
 
     @staticmethod
@@ -265,7 +265,7 @@ class _Convolution(torch.autograd.Function):
         return *gradients, *(None,) * 6
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(ReverseOnly):
     """``linear``, which keeps what ``pack`` returned."""
 
     @staticmethod

@@ -173,8 +173,7 @@ def pack(
     except NotImplementedError as error:
         raise TypeError(
             "activations that are kept in few bits must lie in memory, got those of a transformation "
-            "of torch.func: use it in eval mode, which is exact, or after forward_save.revert(model), "
-            "or outside of the scope of forward_save.saving"
+            "of torch.func: use it in eval mode, which is exact, or after forward_save.revert(model)"
         ) from error
     known: dict[object, _Known] = vars(memory).setdefault(MEMORY, {})
     entry = known.get(key)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from fixedpoint_kernels import few_bit, forward_save
@@ -365,6 +366,25 @@ def test_copies_signatures_and_two_scopes():
     with forward_save.saving(few_bit=1), forward_save.saving(few_bit=8):
         y = F.gelu(X.clone().requires_grad_())
     assert y.grad_fn.saved_tensors[0].numel() == 8 * 32 * -(X.numel() // -1024)
+
+
+@pytest.mark.parametrize("name", ["matmul", "mul", "softmax", "layer_norm", "dropout"])
+def test_functions_are_torchs_in_transformations(name):
+    function = {
+        "matmul": lambda x: x @ x.T,
+        "mul": lambda x: x * x,
+        "softmax": lambda x: F.softmax(x, -1),
+        "layer_norm": lambda x: F.layer_norm(x, (64,)),
+        "dropout": lambda x: F.dropout(x, 0.5),
+    }[name]
+    x, found = torch.randn(64, 64), []
+    for scope in (forward_save.saving(division=True), nullcontext()):
+        with scope, forward_ad.dual_level():
+            torch.manual_seed(0)
+            tangent = forward_ad.unpack_dual(function(forward_ad.make_dual(x, x))).tangent
+            torch.manual_seed(0)
+            found.append([tangent, torch.func.grad(lambda x: function(x).square().sum())(x)])
+    exact_bits(*found)
 
 
 def test_gradients_of_many_at_once_go_through_a_product_of_matrices():

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -457,6 +458,38 @@ def test_torch_func_is_refused_by_name_and_exact_in_eval_mode():
     exact.load_state_dict(model.state_dict())
     want = torch.func.grad(loss)(weights, exact)
     exact_bits([*torch.func.grad(loss)(weights, model.eval()).values()], [*want.values()])
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize("name", LAYERS)
+def test_forward_mode_is_refused_by_name_and_exact_in_eval_mode(name, is_leaf):
+    layer, shape = LAYERS[name]
+    model, x = nn.Sequential(copy.deepcopy(layer)), torch.randn(shape)
+    forward_save.convert(model, division=True)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x.clone().requires_grad_(is_leaf), x)
+        with pytest.raises(
+            RuntimeError, match=r"got forward mode .*: use it in eval mode, .*revert"
+        ):
+            model(dual)
+        got = forward_ad.unpack_dual(model.eval()(dual)).tangent
+        forward_save.revert(model)
+        exact_bits(got, forward_ad.unpack_dual(model(dual)).tangent)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_is_exact_is_torchs_in_transformations(name):
+    layer, shape = EXACT[name]
+    x, model, found = torch.randn(shape), nn.Sequential(copy.deepcopy(layer)), []
+    forward_save.convert(model, division=True)
+    for run in (model, layer):
+        torch.manual_seed(7)
+        gradient = torch.func.grad(lambda x, run=run: run(x).square().sum())(x)
+        with forward_ad.dual_level():
+            torch.manual_seed(7)
+            dual = forward_ad.make_dual(x.clone().requires_grad_(), x)
+            found.append([gradient, forward_ad.unpack_dual(run(dual)).tangent])
+    exact_bits(*found)
 
 
 def test_autocast():
