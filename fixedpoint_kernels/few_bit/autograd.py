@@ -73,7 +73,7 @@ class _Transformable(torch.autograd.Function):
         ctx.save_for_forward(output[1])
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> tuple[Tensor, None]:
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Forward mode outside of reverse mode: a derivative of the gradient."""
         _refuse_second(ctx.table)
         return _input_gradient(ctx, tangent), None
@@ -176,7 +176,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_forward(planes)
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         _refuse_second(ctx.table)
         (planes,) = ctx.saved_tensors
         return _Product.apply(tangent, planes, ctx.table, ctx.output_dtype)  # pyright: ignore[reportReturnType]

@@ -115,7 +115,8 @@ def run(name: str, x: Tensor, parameters: Parameters, bits: int, weight: Weight)
     find, compared = _remembered, parameters
     if torch.compiler.is_compiling():
         find, compared = _found, constants(parameters)
-        parameters, (bits,), (weight,) = compared, constants([bits]), constants([weight])
+        parameters, (bits,) = compared, constants([bits])
+        (weight,) = constants([weight])  # pyright: ignore[reportAssignmentType]  a literal is to it any text
     if x.dtype in _HALVES and ENTRIES[name].rounds_parameters:
         compared = _rounded(x.dtype, *parameters)
     function, key, fused = find(name, parameters, compared, bits, weight)
