@@ -101,7 +101,7 @@ class Window(PlainRecord):
         was_missed: Whether formats did not meet a target; a warning has said so.
         was_scaled: Whether a gradient scaler did a step; a warning has said so.
         was_unseen: Whether layers did not run in observed steps; a warning has said so.
-        was_clamped: Whether many inputs of a layer were clamped when it switched; a warning has said so.
+        was_clamped: Whether much of the first layer's inputs was clamped at a switch; a warning has said so.
         begun: Step at whose end the window began.
     """
 
@@ -278,7 +278,8 @@ class RangePolicy(Policy):
                 row = replace(row, note="; ".join(filter(None, (row.note, _UNSEEN))))
             after.append(layer.but(record=record))
             rows.append(row)
-        shared = _with_clamped(_with_unseen(shared, after), rows, step)
+        first = [row for own, row in zip(layers, rows, strict=True) if own.index == min(places)]
+        shared = _with_clamped(_with_unseen(shared, after), first, step)
         return Update(shared.emptied(step.number), after, rows)
 
     def after_move(self, shared: Window, layers: Sequence[Layer], step: Step) -> Update | None:
@@ -445,14 +446,20 @@ def _with_unseen(shared: Window, layers: Sequence[Layer]) -> Window:
 
 
 def _with_clamped(shared: Window, rows: Sequence[Switch], step: Step) -> Window:
-    """Say that inputs grew beyond their formats, which follow them at switches alone."""
+    """Say that data grew beyond their format, which follows them at switches alone.
+
+    Args:
+        shared: What is common to all layers.
+        rows: Of the layer that takes the data; others' inputs may grow as weights do.
+        step: The one that ends.
+    """
     names = [row.layer for row in rows if row.saturated > _CLAMPED]
     if shared.was_clamped or not names or step.number <= _EARLY[-1]:
         return shared
     warn_user(
-        f"inputs must stay within their formats between switches, got more than a quarter clamped in step "
-        f"{step.number}: of {listed(names)}; formats follow at the end of each {step.settings['window']}. step, "
-        "as its batch has it: set a smaller window, scale data alike in all steps, or take larger batches"
+        "data must stay within their format between switches, got more than a quarter of the inputs of "
+        f"{listed(names)} clamped in step {step.number}: formats follow at the end of each {step.settings['window']}. "
+        "step, as its batch has it; set a smaller window, scale data alike in all steps, or take larger batches"
     )
     return replace(shared, was_clamped=True)
 
