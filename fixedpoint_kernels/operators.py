@@ -14,8 +14,18 @@ LIBRARY = torch.library.Library("fixedpoint_kernels", "FRAGMENT")
 
 
 def define(schema: str, run: Callable[..., object], fake: Callable[..., object]) -> str:
-    """Register an operator without the checks of ``custom_op``, which take 10 us a call; return its name."""
-    name = "fixedpoint_kernels::" + schema.partition("(")[0]
+    """Register an operator without the checks of ``custom_op``, which take 10 us a call; return its name.
+
+    Raises:
+        ImportError: The process has it already.
+    """
+    own = schema.partition("(")[0]
+    name = "fixedpoint_kernels::" + own
+    if hasattr(torch.ops.fixedpoint_kernels, own):
+        raise ImportError(
+            "fixedpoint_kernels must be imported once in a process, got a second import, after its modules left "
+            "sys.modules or an import was interrupted: restart Python, or the kernel of the notebook"
+        )
     LIBRARY.define(schema)
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(name, fake, lib=LIBRARY)

@@ -190,6 +190,20 @@ def test_import_is_light(package):
     assert found.stdout.split() == []
 
 
+def test_a_second_import_in_one_process_says_what_to_do():
+    code = """if True:
+        import sys
+        import fixedpoint_kernels
+        for name in [n for n in sys.modules if n.partition(".")[0] == "fixedpoint_kernels"]:
+            del sys.modules[name]
+        import fixedpoint_kernels
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: fixedpoint_kernels must be imported once in a process")
+    assert last.endswith("restart Python, or the kernel of the notebook")
+
+
 def test_no_circles_in_marvin():
     """Statements inside of functions and for type checkers count too."""
     paths = [p for p in (ROOT / "marvin").rglob("*.py") if "export" not in p.parts]
