@@ -145,7 +145,12 @@ def prepare(
 def prepared(
     model: nn.Module, *, include: _Choice = None, exclude: _Choice = None, is_awaited: bool = False
 ) -> QuantizedActivations:
-    """Do as ``prepare``; ``is_awaited``: whether a state is to bring the formats."""
+    """Do as ``prepare``; ``is_awaited``: whether a state is to bring the formats.
+
+    Raises:
+        TypeError: As ``prepare``.
+        ValueError: As ``prepare``.
+    """
     with all_or_nothing(model.modules()):
         handle = _attached(model, ForwardState(), include, exclude)
         for entry in handle.entries:
