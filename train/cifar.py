@@ -186,7 +186,7 @@ def _copy(response: IO[bytes], file: IO[bytes], name: str) -> None:
     """Write what a server sends.
 
     Raises:
-        ConnectionError: It sends less than it said.
+        OSError: It sends less than it said.
     """
     length = getattr(response, "headers", {}).get("Content-Length", "")
     total = int(length) if re.fullmatch("[0-9]{1,18}", length) else None  # else the MD5 tells
@@ -195,7 +195,7 @@ def _copy(response: IO[bytes], file: IO[bytes], name: str) -> None:
             file.write(chunk)
             bar.update(len(chunk))
     if total and file.tell() < total:
-        raise ConnectionError(f"cut off after {file.tell():,} of {total:,} bytes")
+        raise OSError(f"cut off after {file.tell():,} of {total:,} bytes")
 
 
 def _md5(path: Path) -> str:
