@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fixedpoint_kernels._torch_private.modes import is_batched
 
-__all__ = ["ReverseOnly", "leaves_of", "once_differentiable", "refuse_batched"]
+__all__ = ["leaves_of", "once_differentiable", "refuse_batched"]
 
 _MESSAGE = (
     "activations that are kept in few bits have no second derivative: where gradients are "
@@ -51,23 +51,6 @@ def once_differentiable(
         return tuple(None if gradient is None else next(tensors) for gradient in found)
 
     return once
-
-
-class ReverseOnly(torch.autograd.Function):
-    """A function of what is kept in few bits for the backward pass: forward mode has none, and is refused by name."""
-
-    @staticmethod
-    def jvp(ctx: Any, *_tangents: Any) -> None:
-        """See the class.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        raise RuntimeError(
-            "activations that are kept in few bits must be differentiated in reverse mode, got forward mode "
-            "(torch.autograd.forward_ad): use it in eval mode, which is exact, or after "
-            "forward_save.revert(model)"
-        )
 
 
 def refuse_batched(*grads: Tensor) -> None:

@@ -42,7 +42,8 @@ def apply(function: Function, x: Tensor, table: str, fused: Fused | None = None)
         fused = None
     if not torch.compiler.is_compiling() and derivatives_of(x) > 1:
         _refuse_second(table)  # torch.func would take the first derivative for a constant
-    output = _Transformable.apply(x, function, table, memory_order(x), fused)
+    kind = _Transformable if torch.compiler.is_compiling() else _TwiceTransformable
+    output = kind.apply(x, function, table, memory_order(x), fused)
     return output[0]  # pyright: ignore[reportOptionalSubscript]
 
 
@@ -70,13 +71,6 @@ class _Transformable(torch.autograd.Function):
         x, _, ctx.table, ctx.order, _ = inputs
         ctx.dtype = x.dtype
         ctx.save_for_backward(output[1])
-        ctx.save_for_forward(output[1])
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Forward mode outside of reverse mode: a derivative of the gradient."""
-        _refuse_second(ctx.table)
-        return _input_gradient(ctx, tangent), None
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -85,6 +79,20 @@ class _Transformable(torch.autograd.Function):
         if grad is None:
             return None, None, None, None, None
         return _input_gradient(ctx, grad), None, None, None, None
+
+
+class _TwiceTransformable(_Transformable):
+    """The same, with forward mode outside of reverse mode, which the compiler takes from nobody."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _Transformable.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(output[1])
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _refuse_second(ctx.table)
+        return _input_gradient(ctx, tangent), None
 
 
 class _FewBit(torch.autograd.Function):
@@ -116,8 +124,15 @@ def product(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Ten
     """Return ``decode``, which may be differentiated by ``grad`` where the table is exact."""
     if not torch.is_grad_enabled():
         return decode(grad, planes, table, dtype)
+    return _differentiable_product(grad, planes, table, dtype)
+
+
+def _differentiable_product(
+    grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype, *leaves: Tensor
+) -> Tensor:
     refuse_batched(grad)
-    return _Product.apply(grad, planes, table, dtype)  # pyright: ignore[reportReturnType]
+    kind = _Product if torch.compiler.is_compiling() else _TwiceProduct
+    return kind.apply(grad, planes, table, dtype, *leaves)  # pyright: ignore[reportReturnType]
 
 
 def _input_gradient(ctx: Any, grad: Tensor) -> Tensor:
@@ -139,13 +154,12 @@ def _back(y: Tensor, order: tuple[int, ...] | None) -> Tensor:
 
 def _differentiable(ctx: Any, grad: Tensor, planes: Tensor) -> Tensor:
     """Return the product as what may be differentiated, or refuses to be, by all that it depends on."""
-    refuse_batched(grad)
     leaves: list[Tensor] = []
     if is_plain(grad) and not registered(ctx.table).is_exact:
         leaves = leaves_of(ctx)
         if not grad.requires_grad:
             grad = grad.detach().requires_grad_()  # so that nobody takes the product for a constant
-    return _Product.apply(grad, planes, ctx.table, ctx.dtype, *leaves)  # pyright: ignore[reportReturnType]
+    return _differentiable_product(grad, planes, ctx.table, ctx.dtype, *leaves)
 
 
 def _refuse_second(table: str) -> None:
@@ -171,15 +185,8 @@ class _Product(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         grad, planes, ctx.table, _, *leaves = inputs
         ctx.count = len(leaves)
-        ctx.dtype, ctx.output_dtype = grad.dtype, output.dtype
+        ctx.dtype = grad.dtype
         ctx.save_for_backward(planes)
-        ctx.save_for_forward(planes)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        _refuse_second(ctx.table)
-        (planes,) = ctx.saved_tensors
-        return _Product.apply(tangent, planes, ctx.table, ctx.output_dtype)  # pyright: ignore[reportReturnType]
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -188,3 +195,18 @@ class _Product(torch.autograd.Function):
         _refuse_second(ctx.table)
         (planes,) = ctx.saved_tensors
         return product(grad, planes, ctx.table, ctx.dtype), *(None,) * (3 + ctx.count)
+
+
+class _TwiceProduct(_Product):
+    """The same, in forward mode."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _Product.setup_context(ctx, inputs, output)
+        ctx.output_dtype = output.dtype
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _refuse_second(ctx.table)
+        return product(tangent, *ctx.saved_tensors, ctx.table, ctx.output_dtype)

@@ -6,14 +6,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.nn import functional as F
 
+from fixedpoint_kernels._torch_private.modes import is_transformed
 from fixedpoint_kernels._torch_private.modules import ConvolutionHook, in_place_of, padding_around
 from fixedpoint_kernels._torch_private.tensors import base_of
 from fixedpoint_kernels.forward_save import maps, recompute, scope
 from fixedpoint_kernels.forward_save.checkpoint import Found
 from fixedpoint_kernels.forward_save.settings import Division
-from fixedpoint_kernels.once import ReverseOnly, once_differentiable
+from fixedpoint_kernels.once import once_differentiable
 
 __all__ = [
     "Convolution",
@@ -40,8 +42,19 @@ class Divided(nn.Module):
         """Whether something will be kept for backward; otherwise torch's own layer runs."""
         if not (self.training and torch.is_grad_enabled() and maps.is_dense(input)):
             return False
-        # a parametrised weight is a child's
-        return input.requires_grad or any(p.requires_grad for p in self.parameters())
+        tensors = input, *self.parameters()  # a parametrised weight is a child's
+        is_kept = any(tensor.requires_grad for tensor in tensors)
+        if is_kept and not torch.compiler.is_compiling() and is_transformed():
+            self._refuse_forward_mode(tensors)
+        return is_kept
+
+    def _refuse_forward_mode(self, tensors: Sequence[Tensor]) -> None:
+        if any(unpack_dual(tensor).tangent is not None for tensor in tensors):
+            raise TypeError(
+                f"layer {self._layer!r}: activations that are kept in few bits must be differentiated in reverse "
+                "mode, got forward mode of torch.autograd.forward_ad or torch.func: use it in eval mode, which is "
+                "exact, or after forward_save.revert(model)"
+            )
 
     def spatial(self, x: Tensor) -> int:
         """Return how many trailing dimensions of ``x`` make up a plane: features alone."""
@@ -240,7 +253,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry, pa
     return _Convolution.apply(x, weight, bias, dtype, *kept, geometry)  # pyright: ignore
 
 
-class _Convolution(ReverseOnly):
+class _Convolution(torch.autograd.Function):
     """``aten::convolution``, which keeps what ``pack`` returned."""
 
     @staticmethod
@@ -265,7 +278,7 @@ class _Convolution(ReverseOnly):
         return *gradients, *(None,) * 6
 
 
-class _Linear(ReverseOnly):
+class _Linear(torch.autograd.Function):
     """``linear``, which keeps what ``pack`` returned."""
 
     @staticmethod

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from fixedpoint_kernels._torch_private.tensors import batch_norm as native_batch_norm
 from fixedpoint_kernels.forward_save import maps
-from fixedpoint_kernels.once import ReverseOnly, once_differentiable
+from fixedpoint_kernels.once import once_differentiable
 
 __all__ = [
     "RMS",
@@ -45,7 +45,7 @@ def _has_pixels(shape: torch.Size) -> bool:
     return len(shape) < 2 or shape[2:].numel() != 1
 
 
-class BatchNorm(ReverseOnly):
+class BatchNorm(torch.autograd.Function):
     """Batch norm in training, which keeps what ``pack`` returned."""
 
     @staticmethod
@@ -71,7 +71,7 @@ class BatchNorm(ReverseOnly):
         return *_wanted(gradients, needed), *(None,) * 6
 
 
-class FrozenBatchNorm(ReverseOnly):
+class FrozenBatchNorm(torch.autograd.Function):
     """Batch normalisation by running statistics, which are buffers and there anyway."""
 
     @staticmethod
@@ -98,7 +98,7 @@ class FrozenBatchNorm(ReverseOnly):
         return *_wanted(gradients, needed), *(None,) * 7
 
 
-class LayerNorm(ReverseOnly):
+class LayerNorm(torch.autograd.Function):
     """``layer_norm``, which keeps what ``pack`` returned."""
 
     @staticmethod
@@ -123,7 +123,7 @@ class LayerNorm(ReverseOnly):
         return *_wanted(gradients, needed), *(None,) * 6
 
 
-class GroupNorm(ReverseOnly):
+class GroupNorm(torch.autograd.Function):
     """``group_norm``, which keeps what ``pack`` returned."""
 
     @staticmethod
@@ -171,7 +171,7 @@ class RMS(NamedTuple):
     run: Callable[..., Tensor] = F.rms_norm
 
 
-class RMSNorm(ReverseOnly):
+class RMSNorm(torch.autograd.Function):
     """An RMS norm, which keeps what ``pack`` returned."""
 
     @staticmethod

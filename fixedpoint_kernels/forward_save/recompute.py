@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels.forward_save import maps
-from fixedpoint_kernels.once import ReverseOnly, once_differentiable
+from fixedpoint_kernels.once import once_differentiable
 
 __all__ = ["again", "matmul", "product", "softmax"]
 
@@ -67,7 +67,7 @@ def _restored(ctx: Any) -> list[Tensor]:
     return [maps.restore(row, form) for row, form in zip(rows, ctx.forms, strict=False)]
 
 
-class _Product(ReverseOnly):
+class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, func: Callable[..., Tensor], kept: list[maps.Packed], a: Tensor, b: Tensor
@@ -86,7 +86,7 @@ class _Product(ReverseOnly):
         return None, None, da, db
 
 
-class _Matmul(ReverseOnly):
+class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -117,7 +117,7 @@ class _Matmul(ReverseOnly):
         return None, None, None, da, db
 
 
-class _Softmax(ReverseOnly):
+class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, func: Callable[[Tensor], Tensor], pack: Pack, x: Tensor) -> Tensor:
         out = func(x)
@@ -147,7 +147,7 @@ class _Autocast(NamedTuple):
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
 
-class _Again(ReverseOnly):
+class _Again(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -469,7 +469,7 @@ def test_forward_mode_is_refused_by_name_and_exact_in_eval_mode(name, is_leaf):
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x.clone().requires_grad_(is_leaf), x)
         with pytest.raises(
-            RuntimeError, match=r"got forward mode .*: use it in eval mode, .*revert"
+            TypeError, match=r"in reverse mode, got .*torch.func: use it in eval mode, .*revert"
         ):
             model(dual)
         got = forward_ad.unpack_dual(model.eval()(dual)).tangent
