@@ -93,10 +93,16 @@ class Chain:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is, to the bit, what its layers compute one by one in eval mode: without means and some curves."""
+        """Whether it is, to the bit, what its layers compute one by one in eval mode: without means, some curves and slices that others use."""
         curves = {value.curve.name for value in self.values if value.curve is not None}
         has_means = any(isinstance(value, Pooled) and value.is_mean for value in self.values)
-        return not has_means and curves <= {*_EXACT}
+        return not has_means and curves <= {*_EXACT} and not self.slices
+
+    @property
+    def slices(self) -> list[fx.Node]:
+        """Slices that others use: what goes by strides, as sums do, has other last bits where they are no views."""
+        nodes = [self.nodes[number] for number, _ in self.used.values()]
+        return [node for node in nodes if node.target is operator.getitem]
 
     @property
     def inputs(self) -> list[fx.Node]:
@@ -126,7 +132,11 @@ def find(
         infers: Whether the module is in eval mode.
         is_exact: Whether chains have the bits that layers have one by one; in eval mode.
     """
-    return _Search(module, graph, others, infers=infers, is_exact=is_exact).chains()
+    chains = _Search(module, graph, others, infers=infers, is_exact=is_exact).chains()
+    slices = {node for chain in chains for node in chain.slices}
+    if not (is_exact and slices):
+        return chains
+    return find(module, graph, {*others, *slices}, infers=infers, is_exact=True)
 
 
 @dataclass

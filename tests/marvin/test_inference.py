@@ -222,6 +222,36 @@ def test_only_what_has_the_bits_of_torch_is_part_of_exact_chains():
         assert "last bits" not in str(report(model))
 
 
+class Sliced(nn.Module):
+    """Every second place leaves a chain, or goes on in it, too."""
+
+    def __init__(self, goes_on):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.second, self.third = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1)
+        self.goes_on, self.fc = goes_on, nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = self.norm(self.first(x))[:, :, ::2, ::2]
+        shown = x.sum((2, 3))
+        if self.goes_on:
+            shown = shown + torch.tanh(self.third(F.relu(self.second(x)))).amax((2, 3))
+        return self.fc(shown)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_slices_that_leave_a_chain_lie_as_those_of_torch(goes_on):
+    """A sum over them adds up in another order where they are no views, as where they join convolutions."""
+    model, _ = trained(Sliced(goes_on))
+    x, twin = batch(3, 19)[0][..., :9, :9], unfused(model)
+    assert {row.is_exact for row in report(model).rows if row.is_fused} == {not goes_on}
+    with torch.no_grad():
+        found, wanted = model(x), twin(x)
+    assert torch.equal(found, wanted) or goes_on
+    torch.testing.assert_close(found, wanted)
+    assert vars(model)["forward"].ran
+
+
 class Gated(nn.Module):
     """As EfficientNets have it: curves, squeeze and excitation, a sum, windows of means, and a head of linear layers."""
 
