@@ -442,8 +442,9 @@ class _Before:
 
 def _added(now: object, before: Tensor) -> int:
     """Return how often one was added to a count; 0 to what is none."""
-    is_count = isinstance(now, Tensor) and now.shape == before.shape == ()
-    return int(now - before) if is_count and not before.is_floating_point() else 0
+    if not isinstance(now, Tensor) or before.is_floating_point():
+        return 0
+    return int(now - before) if now.shape == before.shape == () else 0
 
 
 def _counts_batches(module: nn.Module, name: str) -> bool:
