@@ -121,7 +121,11 @@ class _FewBit(torch.autograd.Function):
 
 
 def product(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:
-    """Return ``decode``, which may be differentiated by ``grad`` where the table is exact."""
+    """Return ``decode``, which may be differentiated by ``grad`` where the table is exact.
+
+    Raises:
+        RuntimeError: As ``refuse_batched``.
+    """
     if not torch.is_grad_enabled():
         return decode(grad, planes, table, dtype)
     return _differentiable_product(grad, planes, table, dtype)
