@@ -213,4 +213,5 @@ class _TwiceProduct(_Product):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         _refuse_second(ctx.table)
-        return product(tangent, *ctx.saved_tensors, ctx.table, ctx.output_dtype)
+        (planes,) = ctx.saved_tensors
+        return product(tangent, planes, ctx.table, ctx.output_dtype)
