@@ -90,7 +90,7 @@ class _TwiceTransformable(_Transformable):
         ctx.save_for_forward(output[1])
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def jvp(ctx: Any, tangent: Tensor, *_: object) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         _refuse_second(ctx.table)
         return _input_gradient(ctx, tangent), None
 
@@ -211,7 +211,7 @@ class _TwiceProduct(_Product):
         ctx.save_for_forward(inputs[1])
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def jvp(ctx: Any, tangent: Tensor, *_: object) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         _refuse_second(ctx.table)
         (planes,) = ctx.saved_tensors
         return product(tangent, planes, ctx.table, ctx.output_dtype)

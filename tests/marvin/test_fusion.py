@@ -639,11 +639,12 @@ def test_memory_does_not_pile_up_with_sizes_of_batches():
     step(model, optimizer, 0, 2)  # what is made once
     scratch._spare.clear()  # what other tests left
     tracemalloc.start()
-    one = held(256)
+    held(256)
+    one = held(256)  # the policy observes this step, which takes memory that is kept
     several = [held(n) for n in (255, 254, 253)]
     tracemalloc.stop()
     assert one > 4_000_000
-    assert several[-1] - one < 3 * 0.4 * one  # tables say where each position is
+    assert several[-1] - one < 3 * 0.25 * one  # tables say where each position is
 
 
 @pytest.mark.parametrize("offset", [0, 4, 16, 48])
