@@ -192,6 +192,14 @@ class Replacing(Averaging):
         return torch.relu(self.b(torch.relu(self.a(x)))).mean((2, 3)) + self.center
 
 
+class Setting(Averaging):
+    """Puts a new tensor in the place of the buffer, which is the same at each call."""
+
+    def forward(self, x):
+        self.center = torch.full((4,), 0.5)
+        return torch.relu(self.b(torch.relu(self.a(x)))).mean((2, 3))
+
+
 class Doubling(Averaging):
     """Doubles a buffer, which is 0 while the model is traced."""
 
@@ -220,6 +228,16 @@ def test_running_means_are_those_of_each_call(kind, is_buffer):
         same(model(x), twin(x))
         same(model.center, twin.center)
     assert model.center.norm() > 0
+
+
+def test_a_buffer_that_code_replaces_is_replaced_at_each_call():
+    model, _ = make(model=Setting(True), steps=2)
+    x, _ = batch(0)
+    model(x)
+    for _ in range(3):
+        model.center.zero_()
+        model(x)
+        same(model.center, torch.full((4,), 0.5))
 
 
 class Clamping(nn.Module):
