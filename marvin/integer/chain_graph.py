@@ -300,13 +300,10 @@ class _Search:
 
     def _count(self, name: str) -> list[fx.Node]:
         """Return the nodes that count one batch of a batch norm, and that no chain has taken yet."""
-        norm, taken = self.module.get_submodule(name), {n for c in self.found for n in c.replaced}
-        for node in self.graph.nodes:
-            owner, _, own = str(node.target).rpartition(".")
-            is_count = node.op == "get_attr" and own == "num_batches_tracked" and node not in taken
-            if is_count and self.module.get_submodule(owner) is norm:
-                return [node, *node.users]
-        return []
+        count, taken = f"{name}.num_batches_tracked", {n for c in self.found for n in c.replaced}
+        of_norm = [n for n in self.graph.nodes if n.op == "get_attr" and n.target == count]
+        left = [n for n in of_norm if n not in taken]
+        return [left[0], *left[0].users] if left else []
 
     def _norm(self, node: fx.Node, source: fx.Node, name: str | None = None) -> bool:
         name, term = name or str(node.target), self._alone(source)
