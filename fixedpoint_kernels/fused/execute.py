@@ -10,7 +10,7 @@ from torch import Tensor
 from fixedpoint_kernels.fused import cpu
 from fixedpoint_kernels.fused.graph import INPUT, Layer
 from fixedpoint_kernels.fused.layout import Shape
-from fixedpoint_kernels.fused.memory import aligned
+from fixedpoint_kernels.fused.memory import aligned, room
 from fixedpoint_kernels.fused.operations import GivenNumbers, Numbers, noise_given
 from fixedpoint_kernels.fused.program import Pass, Program
 from fixedpoint_kernels.fused.reference import Gradients, Parameters
@@ -79,17 +79,13 @@ class Result:
 @contextmanager
 def _room(images: int, shapes: Mapping[int, Shape]) -> Iterator[dict[int, Tensor]]:
     """Yield image maps that nobody reads later, float32, channels last, by the numbers of their shapes."""
-    if not shapes:
-        yield {}
-        return
-    sizes = [images * shape.padded for shape in shapes.values()]
-    with Scratch(4 * sum(sizes)) as (memory, _):
-        parts = torch.from_numpy(memory).view(torch.float32).split(sizes)
+    with room({i: images * shape.padded for i, shape in shapes.items()}) as found:
         yield {
-            i: own.view(images, -1)[:, : shape.elements]
+            i: found[i]
+            .view(images, -1)[:, : shape.elements]
             .view(images, shape.height, shape.width, shape.channels)
             .permute(0, 3, 1, 2)
-            for (i, shape), own in zip(shapes.items(), parts, strict=True)
+            for i, shape in shapes.items()
         }
 
 

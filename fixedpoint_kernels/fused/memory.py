@@ -1,15 +1,17 @@
 """Memory that forward leaves for backward."""
 
 import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from threading import Lock
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels.scratch import LINE, new_bytes
+from fixedpoint_kernels.scratch import LINE, Scratch, new_bytes
 
-__all__ = ["Memory", "aligned", "bytes_of"]
+__all__ = ["Memory", "aligned", "bytes_of", "room"]
 
 
 class Memory:
@@ -39,6 +41,18 @@ class Memory:
         lease = memory[:size]
         weakref.finalize(lease, _take_back, self._free, memory).atexit = False
         return torch.from_numpy(lease)
+
+
+@contextmanager
+def room(sizes: Mapping[int, int]) -> Iterator[dict[int, Tensor]]:
+    """Yield float32 tensors of so many elements that nobody reads later, at multiples of 64 bytes, by number."""
+    if not sizes:
+        yield {}
+        return
+    whole = [-(size * 4 // -LINE) * LINE // 4 for size in sizes.values()]
+    with Scratch(4 * sum(whole)) as (memory, _):
+        parts = torch.from_numpy(memory).view(torch.float32).split(whole)
+        yield {i: own[:size] for (i, size), own in zip(sizes.items(), parts, strict=True)}
 
 
 def aligned(kept: Tensor, size: int) -> Tensor:

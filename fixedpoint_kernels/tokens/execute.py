@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels.fused import fields, weights
-from fixedpoint_kernels.fused.memory import aligned
+from fixedpoint_kernels.fused.memory import aligned, room
 from fixedpoint_kernels.fused.operations import GivenNumbers, Numbers, noise_given
 from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.llvm.rows import NAN_BIT
@@ -80,15 +80,9 @@ def forward(
 @contextmanager
 def _room(places: Sequence[int], widths: Mapping[int, int]) -> Iterator[dict[int, Tensor]]:
     """Yield values that nobody reads later, float32, by place and width, by the numbers of their widths."""
-    if not widths:
-        yield {}
-        return
     rows = math.prod(places)
-    sizes = [-(rows * width // -16) * 16 for width in widths.values()]  # whole lines
-    with Scratch(4 * sum(sizes)) as (memory, _):
-        parts = torch.from_numpy(memory).view(torch.float32).split(sizes)
-        pairs = zip(widths.items(), parts, strict=True)
-        yield {v: own[: rows * width].view(*places, width) for (v, width), own in pairs}
+    with room({v: rows * width for v, width in widths.items()}) as found:
+        yield {v: own.view(*places, widths[v]) for v, own in found.items()}
 
 
 def _pack(program: Program, own: Packing, given: GivenNumbers, work: int) -> None:
