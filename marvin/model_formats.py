@@ -150,7 +150,7 @@ class CarriedFormats:
         self.formats = ModuleFormats()
         self.buffer: Tensor | None = None
         self._mark: object = None
-        self._version = 0  # which torch.compile can compare, other than bytes
+        self._count = 0  # of writes, which torch.compile can compare, other than bytes
 
     def __getstate__(self) -> StateDict:
         return {**vars(self), "buffer": None}  # a copy is of another module
@@ -160,7 +160,7 @@ class CarriedFormats:
         if buffer is not self.buffer:
             return False
         if torch.compiler.is_compiling():
-            return not buffer.is_inference() and version_of(buffer) == self._version
+            return not buffer.is_inference() and version_of(buffer) == self._count
         return mark_of(buffer) == self._mark
 
     def read(self, buffer: Tensor, name: str, source: Tensor | None = None) -> None:
@@ -197,7 +197,7 @@ class CarriedFormats:
 
     def _note(self, buffer: Tensor, formats: ModuleFormats, mark: object) -> None:
         self.formats = formats  # first: other threads may ask
-        self._version = 0 if buffer.is_inference() else version_of(buffer)
+        self._count = version_of(buffer)
         self._mark, self.buffer = mark, buffer
 
 
