@@ -93,15 +93,16 @@ class Chain:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is, to the bit, what its layers compute one by one in eval mode: without means, some curves and slices that others use."""
+        """Whether it is, to the bit, what its layers compute one by one in eval mode: without means, some curves and ``slices``."""
         curves = {value.curve.name for value in self.values if value.curve is not None}
         has_means = any(isinstance(value, Pooled) and value.is_mean for value in self.values)
         return not has_means and curves <= {*_EXACT} and not self.slices
 
     @property
     def slices(self) -> list[fx.Node]:
-        """Slices that others use: what goes by strides, as sums do, has other last bits where they are no views."""
-        nodes = [self.nodes[number] for number, _ in self.used.values()]
+        """Slices that others or batch norm use: what goes by strides has other last bits where they are no views."""
+        taken = [own.source for own in self.layers if not own.name and own.source != INPUT]
+        nodes = [self.nodes[number] for number in [*taken, *(own for own, _ in self.used.values())]]
         return [node for node in nodes if node.target is operator.getitem]
 
     @property
