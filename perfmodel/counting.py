@@ -1,6 +1,6 @@
 """Count the multiply-adds of a model while it runs on the meta device; loads torch."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ def count(
     dtype = dtype or next((p.dtype for p in copy.parameters()), torch.float32)
     inputs = [torch.empty((1, *shape), dtype=dtype, device="meta") for shape in shapes]
     running = Running(copy)
-    counter = _Counter(running, dict(copy.named_parameters()), inputs)
+    counter = _Counter(running, copy, inputs)
     needed = "run on shapes alone (the meta device)"
     with explain(running, needed), torch.enable_grad(), _InAttention(counter), counter:
         copy(*inputs)
@@ -101,23 +101,22 @@ class _Counter(TorchDispatchMode):
 
     Args:
         running: Which module is.
-        parameters: The copy's, by name.
+        copy: The model's.
         inputs: Of the model.
     """
 
-    def __init__(
-        self, running: Running, parameters: Mapping[str, Tensor], inputs: Iterable[Tensor]
-    ):
+    def __init__(self, running: Running, copy: nn.Module, inputs: Iterable[Tensor]):
         super().__init__()
         self.in_attention = False
         self._running = running
-        self._weights = parameters
+        self._weights = dict(copy.named_parameters())
+        self._all_names = dict(copy.named_parameters(remove_duplicate=False))
         self._rows: dict[_Row, Layer] = {}
         self._unknown: dict[tuple[str, str], Layer] = {}
         self._used: set[str] = set()
         self._sources: dict[int, _Source | None] = {}  # None: an activation
         self._alive: list[Tensor] = []  # an address is not given twice while its owner lives
-        for name, p in parameters.items():
+        for name, p in self._weights.items():
             self._remember(p, _Source(name, p.numel()))
         for x in inputs:
             self._remember(x, None)
@@ -197,8 +196,11 @@ class _Counter(TorchDispatchMode):
         if not weight:
             return row
         elements = self._weights[weight].numel()
-        head, dot, last = weight.rpartition(".")
-        bias = self._weights.get(head + dot + last.replace("weight", "bias"))
+        last = weight.rpartition(".")[2]
+        own = f"{row.name}.{last}".lstrip(".")  # another name of a tied weight
+        is_own = self._all_names.get(own) is self._weights[weight]
+        head = (own if is_own else weight).removesuffix(last)
+        bias = self._all_names.get(head + last.replace("weight", "bias"))
         has_bias = bias is not None and "weight" in last
         parameters = elements + (bias.numel() if bias is not None and has_bias else 0)
         return replace(row, weight=weight, elements=elements, parameters=parameters)

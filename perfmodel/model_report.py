@@ -158,7 +158,8 @@ def _layers(rows: Sequence[Layer]) -> str:
         )
         for r in rows
     ]
-    parameters = sum(r.parameters for r in rows)
+    biases = {(r.name, r.weight): r.parameters - r.elements for r in rows}
+    parameters = sum({r.weight: r.elements for r in rows}.values()) + sum(biases.values())
     lines.append(("total", "", "", "", metric(total_madds(rows)), "100.0%", f"{parameters:,}"))
     return table(header, lines)
 

@@ -16,6 +16,7 @@ from perfmodel.__main__ import main
 from perfmodel.cost import ebops
 from perfmodel.layers import total_madds
 from perfmodel.memory import saved_bytes
+from perfmodel.model_report import _layers
 from perfmodel.trace import Trace
 from perfmodel.zoo import MODELS
 from train.alexnet import alexnet
@@ -105,6 +106,38 @@ def test_layers(layer, shape, kind, madds, output):
     got = row.name, row.kind, row.madds, row.parameters, row.input_shape, row.output_shape
     assert got == ("0", kind, madds, parameters, shape, output)
     assert (row.weight, row.elements) == ("0.weight", layer.weight.numel())
+
+
+class Tied(nn.Module):
+    """A second layer with the first one's weight."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shape", "parameters"),
+    [
+        (nn.Embedding(100, 8), nn.Linear(8, 100, bias=False), (6,), (800, 800)),
+        (nn.Linear(8, 8), nn.Linear(8, 8), (8,), (72, 72)),
+        (nn.Linear(8, 8, bias=False), nn.Linear(8, 8), (8,), (64, 72)),
+        (nn.Linear(8, 8), nn.Linear(8, 8, bias=False), (8,), (72, 64)),
+    ],
+)
+def test_tied_weights_are_counted_once_in_all_and_each_layer_has_its_own_bias(
+    first, second, shape, parameters
+):
+    model = Tied(first, second)
+    kind = torch.int64 if isinstance(first, nn.Embedding) else None
+    found = count(model, *shape, dtype=kind)
+    assert tuple(row.parameters for row in found) == parameters
+    assert {row.weight for row in found} == {"first.weight"}
+    assert f"  {sum(p.numel() for p in model.parameters()):,}" in _layers(found).splitlines()[-1]
 
 
 def test_embedding_is_listed_as_zero():
