@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -37,7 +36,7 @@ from marvin.refused import (
 )
 from marvin.rounder import FLOATS
 from marvin.rounding import Format, round_one
-from marvin.warned import listed
+from marvin.warned import listed, warn_user
 
 __all__ = [
     "Batches",
@@ -288,12 +287,11 @@ def _warn_of_floats(model: nn.Module, rounded: Collection[nn.Module], own: Seque
     unmet = [n for n, m in model.named_modules() if m in layers and m not in rounded]
     what, rest = "calibration leaves in floats", "their weights and what they take are not rounded"
     if unmet:
-        warnings.warn(f"{what} {listed(unmet)}: no floats came there; {rest}", stacklevel=2)
+        warn_user(f"{what} {listed(unmet)}: no floats came there; {rest}")
     if own:
-        warnings.warn(
+        warn_user(
             f"{what} {listed(own)}: a module of one's own has it, and others inside; give it a layer of "
             "its own, such as nn.Linear",
-            stacklevel=2,
         )
 
 
@@ -565,9 +563,8 @@ def _observed(
         raise ValueError("calibration must see a batch that goes through a layer, got none")
     values = [own for ranges in seen.values() for own in (ranges.takes, ranges.gives) if own.kept]
     if dark := [own.name or "the model" for own in values if max(-own.low, own.high) < _LEAST]:
-        warnings.warn(
+        warn_user(
             f"calibration saw nothing but zeros at {listed(list(dict.fromkeys(dark)))}: whatever else comes there "
             "will be clamped to almost 0; calibrate on batches of the data",
-            stacklevel=2,
         )
     return seen

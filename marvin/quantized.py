@@ -276,12 +276,16 @@ class Quantized(SavesState, AskedByScaler):
         """Refuse a step that cannot be done; return the processes that train together."""
         self._take_back()
         check_step(closure)
-        self._check_groups()
         check_mode(self.optimizer)
+        self._check_whole()
+        return self._find_processes()
+
+    def _check_whole(self) -> None:
+        """Refuse to write weights that are no longer this optimizer's, or are not as it was made for."""
+        self._check_groups()
         self._check_state()
         check_dtypes(self._layout.names, type(self).__name__)  # model.double() may have come since
         self._check_owner()
-        return self._find_processes()
 
     @in_turn
     def _do_step(self, loss: float | Tensor | None, processes: Processes) -> float | Tensor | None:
@@ -353,13 +357,13 @@ class Quantized(SavesState, AskedByScaler):
         changes ``lr`` of every group here.
 
         Raises:
-            RuntimeError: The wrapped optimizer got parameter groups of its own, or ``state`` lost masters.
-            TypeError: A setting of groups that were changed must be a number, and is none.
+            RuntimeError: The wrapped optimizer got parameter groups of its own, ``state`` lost masters, or another
+                optimizer was made for the same parameters since.
+            TypeError: A setting of groups that were changed must be a number, and is none; or the model was made float64.
             ValueError: A parameter has got another shape, or groups have other parameters or settings that
                 are out of range; or the policy gives learning rates a scale that is not above 0.
         """
-        self._check_groups()
-        self._check_state()
+        self._check_whole()
         before, lrs = self.lr_scale, [group.get("lr", 0.0) for group in self.param_groups]
         now = Step(self._counts.step, self._seed, self.param_groups[0])
         with self.with_values():
@@ -422,10 +426,7 @@ class Quantized(SavesState, AskedByScaler):
         switch = getattr(type(self.optimizer), mode, None)
         if switch is None:
             return
-        self._check_groups()
-        self._check_state()
-        check_dtypes(self._layout.names, type(self).__name__)
-        self._check_owner()
+        self._check_whole()
         with self.with_values():
             if wrong := self._adopt_changed():
                 raise FloatingPointError(
@@ -709,7 +710,11 @@ class Quantized(SavesState, AskedByScaler):
             return bool(update.switches)
         later = self._completed(later, list(update.layers), now.number)
         records = {layer.index: layer.record for layer in later.layers}
-        layers = [own.but(record=records[own.index]) for own in self._layers({}, {})[0]]
+        trained = self._trained_layers()  # of a layer that left its model, too: it has moved
+        layers = [
+            trained[i].layer.but(record=record, tensors=tensors_of(trained[i].state, {}))
+            for i, record in records.items()
+        ]
         written = self._keep(replace(later, layers=layers), [])
         self._merge_rows(now.number)
         self._write(written, Purpose.INITIAL)

@@ -52,7 +52,8 @@ class SavesState(FollowsGroups):
         self._check_groups()
         self._check_state()
         with self.with_values():
-            self._adopt_changed()
+            if not self._owners_before():  # else they are another's, and no new masters
+                self._adopt_changed()
         packed = states.packed_groups(super().state_dict())
         shards = list(self._layout.shards.values())
         for p in self._masters.keys() & self.optimizer.state.keys():

@@ -55,10 +55,13 @@ class WatchesWeights(WithMasters):
 
         Raises:
             FloatingPointError: A weight is not finite; nothing was changed.
-            RuntimeError: A handler of signals or a hook calls this inside of ``step``.
+            RuntimeError: A handler of signals or a hook calls this inside of ``step``, another optimizer was made for
+                the same parameters since, or ``state`` lost masters.
             ValueError: A weight has got another shape.
         """
         self._check_shapes()
+        self._check_state()
+        self._check_owner()
         with self.with_values():
             if wrong := self._not_finite((p, local(p)) for p in self._masters):
                 raise FloatingPointError(

@@ -447,10 +447,6 @@ class Segment:
         """Return the numbers of the values that are pooled from a value."""
         return self._taken_by[Pooled].get(value, ())
 
-    def joiners(self, value: int) -> Sequence[int]:
-        """Return the numbers of the values to which a value is joined."""
-        return self._taken_by[Joined].get(value, ())
-
     def scalers(self, value: int) -> Sequence[int]:
         """Return the numbers of the values that are scaled from a value, or of which it is the gate."""
         return self._taken_by[Scaled].get(value, ())

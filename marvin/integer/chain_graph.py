@@ -234,7 +234,7 @@ class _Search:
     def _take_module(self, node: fx.Node, source: fx.Node) -> bool:
         own = self.module.get_submodule(str(node.target))
         if type(own) is IntegerConv2d and not isinstance(window_of(own), str):
-            return _sums_fit(own) and self._convolution(node, source)
+            return _sums_fit(own) and self._layer(node, source, str(node.target))
         if isinstance(own, IntegerLinear):
             return self._linear(node, source, own)
         if type(own) is nn.BatchNorm2d:
@@ -249,9 +249,6 @@ class _Search:
         if part is not None:
             self._join(node, part)
         return part is not None
-
-    def _convolution(self, node: fx.Node, source: fx.Node) -> bool:
-        return self._layer(node, source, str(node.target))
 
     def _layer(self, node: fx.Node, source: fx.Node, name: str, norm: str | None = None) -> bool:
         """Take a layer, which begins a chain where its source is in none."""

@@ -365,8 +365,11 @@ def test_images_of_bytes_are_named():
 def test_layers_that_saw_nothing_but_zeros_are_named():
     """Their formats hold nothing: whatever comes later is clamped."""
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    with pytest.warns(UserWarning, match="saw nothing but zeros at 0: whatever else comes there"):
+    with pytest.warns(
+        UserWarning, match="saw nothing but zeros at 0: whatever else comes there"
+    ) as said:
         marvin.calibrate(model, [torch.zeros(4, 3)])
+    assert said[0].filename == __file__  # the line of who calibrates
     with pytest.warns(UserWarning, match="saw nothing but zeros at 0: whatever else comes there"):
         marvin.calibrate(model, [torch.randn(4, 3) * 1e-12])
     marvin.calibrate(model, [torch.zeros(4, 3), torch.randn(4, 3)])

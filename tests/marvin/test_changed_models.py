@@ -263,6 +263,34 @@ def test_a_layer_with_the_names_of_the_one_before_is_told_others():
     assert len(optimizer.param_groups) == len(optimizer.optimizer.param_groups) == 1
 
 
+def test_a_layer_that_left_and_has_a_gradient_still_gets_formats_that_hold_it():
+    """The old weight is in the loss, as in what keeps new weights near it; it grows."""
+    model = nn.ModuleDict({"body": nn.Linear(8, 8, bias=False), "fc": nn.Linear(8, 8, bias=False)})
+    optimizer = marvin.Quantized(
+        torch.optim.SGD(model.named_parameters(), lr=0.1), marvin.StaticPolicy(8, 8)
+    )
+    x, old = torch.ones(4, 8), model["body"].weight
+    marvin.quantize_activations(model, optimizer)
+
+    def step(pull):
+        optimizer.zero_grad(set_to_none=False)
+        loss = model["fc"](model["body"](x)).square().mean() - pull * old.sum()
+        loss.backward()
+        optimizer.step(loss=loss.detach())
+
+    step(0)
+    model["body"] = nn.Linear(8, 8, bias=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the layer left
+        for _ in range(4):
+            step(200)
+    master = optimizer.state[old]["master"]
+    assert master.min() > 60
+    torch.testing.assert_close(old.detach(), master, atol=1.0, rtol=0)
+    rows = [row for row in optimizer.trace if row.layer == "body.weight"]
+    assert rows[-1].fl == optimizer.formats()["body.weight"].fl
+
+
 def test_a_replaced_layer_learns_and_resumes():
     torch.manual_seed(0)
     model, optimizer = make_replaced()

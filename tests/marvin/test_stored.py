@@ -237,6 +237,20 @@ def test_what_is_done_between_steps_has_values(policy, between):
     )
 
 
+@pytest.mark.filterwarnings("ignore:weights changed outside of:UserWarning")
+def test_a_state_has_what_was_written_to_weights():
+    """They are compared with what the optimizer wrote, by their values."""
+    states = []
+    for is_stored in (False, True):
+        model, optimizer = make(FixedPolicy(8, 5))
+        stored = store_codes(model, optimizer) if is_stored else None
+        train(model, optimizer, range(3))
+        write(optimizer, model, stored)
+        states.append(optimizer.state_dict()["state"])
+    for plain, own in zip(states[0].values(), states[1].values(), strict=True):
+        assert torch.equal(own["master"], plain["master"])
+
+
 def test_a_written_weight_has_its_own_gradient():
     model, optimizer = make(FixedPolicy(8, 5))
     plain = copy.deepcopy(model)

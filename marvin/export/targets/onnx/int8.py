@@ -147,7 +147,7 @@ class Int8Writer(Int16Writer):
         if is_held and in_range(self.network, op.inputs[0], op.fmt, math.prod(op.kernel)):
             self.add(op)
         else:
-            self._wide.names[op.name] = self._wide.mean_of(op)
+            self._wide.names[op.name] = self._wide.average_pool(op)
             codes = self._wide.bytes_of(op.name, op.fmt, *_range(op.fmt), _zero(op.fmt))
             self._bytes[op.name] = codes, op.fmt
 

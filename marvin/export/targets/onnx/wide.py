@@ -8,7 +8,7 @@ import numpy as np
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.execute.arithmetic import Codes
-from marvin.export.graph.nodes import AveragePool, Conv, Linear, Network, Weighted
+from marvin.export.graph.nodes import Conv, Linear, Network, Weighted
 from marvin.export.graph.transformers import MatMul
 from marvin.export.targets.onnx.float64 import Float64Writer, gather_windows
 from marvin.export.targets.onnx.graph import FloatWriter, Graph
@@ -91,10 +91,6 @@ class WideWriter(Float64Writer):
         if zero:
             codes = node("Add", [codes, number("zero", zero)], f"{name}.around")
         return node("Cast", [codes], f"{name}.codes", to=self.graph.onnx.TensorProto.UINT8)
-
-    def mean_of(self, op: AveragePool) -> str:
-        """Return means, rounded once, as float64."""
-        return super().average_pool(op)
 
     def conv(self, op: Conv) -> str:
         """Add a convolution: by an integer kernel if bytes hold what it multiplies."""
