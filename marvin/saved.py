@@ -224,7 +224,8 @@ def _check_caller() -> None:
         if frame.f_globals.get("__name__") == _DROPS:
             raise RuntimeError(
                 f"a state must be saved whole, got a call by {_DROPS} (get_optimizer_state_dict, which Lightning's "
-                "ModelParallelStrategy calls, too): it would drop the formats; write "
-                "marvin.save_sharded(folder, model, optimizer)"
+                "ModelParallelStrategy and composer's save_folder call, too): it would drop the formats; write "
+                "marvin.save_sharded(folder, model, optimizer), or in one process "
+                "torch.save(optimizer.state_dict(), path)"
             )
         frame = frame.f_back
