@@ -65,7 +65,9 @@ class Call:
         text = target if isinstance(target, str) else getattr(target, "__name__", str(target))
         arguments = ", ".join(map(str, self.node.args))
         rest = instead or f": {of_call(text)}"
-        return ExportError(f"{self.node.name}: {text}({arguments}) cannot be exported{rest}")
+        inside = [name for name, _ in self.node.meta.get("nn_module_stack", {}).values()]
+        place = f" in {inside[-1]}" if inside else ""
+        return ExportError(f"{self.node.name}: {text}({arguments}){place} cannot be exported{rest}")
 
     def value(self, node: Any, *, in_any_order: bool = False) -> str:
         """Return the value that a node stands for.

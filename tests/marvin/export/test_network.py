@@ -339,6 +339,10 @@ def test_where_memory_ends_the_samples_are_not_blamed(error, monkeypatch):
         (lambda: Bare(lambda m, y: y[:, [0, 0]]), "getitem: .* indices must be slices in order"),
         (lambda: Bare(lambda m, y: F.dropout(y)), r"dropout: dropout\(conv\) cannot be exported"),
         (
+            tied(nn.Sequential(Bare(lambda m, y: F.dropout(y), lambda x: x[:, :1]))),
+            r"dropout: dropout\(.*\) in 1\.0 cannot be exported: use nn\.Dropout",
+        ),
+        (
             tied(nn.BatchNorm2d(2, track_running_stats=False)),
             "1: .* must have running statistics, got none: write track_running_stats=True",
         ),
