@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from marvin.export.graph.bounds import value_of
+from marvin.export.graph.functions import Table
 from marvin.export.graph.nodes import FLOAT32_BITS, Affine, Network, Round, Value, Weighted
 from marvin.export.passes.batch_norm import spare_of, zeros_of
 from marvin.export.passes.fold import roundings, rounds_exactly, total_of
@@ -22,9 +23,11 @@ def shorten_scales(network: Network) -> Network:
     Before a rounding to at most 8 bits, the scale of each channel loses as many of its last bits as
     the rule of ``fold`` asks for: it is rounded to nearest, and its offset is made a multiple of it
     again. Others stay, and so does an operation of which a channel would lose more than an eighth of its scale:
-    its sums are too long for integer kernels.
+    its sums are too long for integer kernels. Where the network has tables, so does one whose roundings would reach
+    more codes than before: a table has those that were reached.
     """
     values, operations = dict(network.values), []
+    has_tables = any(isinstance(op, Table) for op in network.operations)
     for op in network.operations:
         new = op
         if isinstance(op, Affine):
@@ -34,6 +37,8 @@ def shorten_scales(network: Network) -> Network:
                 fl = values[before.inputs[0]].fl if isinstance(before, Weighted) else 0
                 spare = spare_of(before, x, fl)
                 new = _shortened(op, x, spare, rounds)
+                if has_tables and _reaches_more(op, new, x, rounds):
+                    new = op
         operations.append(new)
         is_first = new.inputs in ((), (network.input.name,))  # what comes in has no value
         if not is_first:
@@ -67,6 +72,12 @@ def _shortened(op: Affine, x: Value, spare: Tensor, rounds: list[Round]) -> Affi
                 break
     scale, offset = torch.tensor(pairs).T
     return replace(op, scale=scale.contiguous(), offset=offset.contiguous())
+
+
+def _reaches_more(op: Affine, new: Affine, x: Value, rounds: list[Round]) -> bool:
+    """Say whether ``new`` has roundings to codes that those of ``op`` do not have."""
+    pairs = [[value_of(r, [value_of(own, [x])]) for own in (op, new)] for r in rounds]
+    return any(now.low < was.low or now.high > was.high for was, now in pairs)
 
 
 def _changes(op: Affine, x: Value, channel: int, short: int, rounds: list[Round]) -> bool:

@@ -6,11 +6,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import marvin
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat
-from marvin.export import integer, round_sums, verify
+from marvin.export import describe, integer, round_sums, verify
 from marvin.export.execute.arithmetic import round_fraction
 from marvin.export.graph.bounds import first_value, value_of
 from marvin.export.graph.nodes import Affine, Conv, Input, Network, Round
@@ -240,3 +242,29 @@ def test_the_reference_computes_what_fractions_do():
     x = torch.arange(256.0).reshape(-1, 1, 1, 1)
     got = integer.run_all(network, x)["out"][:, :, 0, 0].T
     assert got.tolist() == by_fractions(network, np.arange(256)).tolist()
+
+
+class Smooth(nn.Module):
+    """A small layer, batch normalisation and SiLU: the sums do not fill the format in front of the table."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv1d(2, 3, 3, padding=1), nn.Conv1d(3, 3, 3, padding=1)
+        self.norm, self.head = nn.BatchNorm1d(3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        x = F.silu(self.norm(self.second(F.relu(self.first(x)))))
+        return self.head(x.mean(2))
+
+
+@pytest.mark.parametrize("seed", [31, 32])
+def test_shorter_scales_reach_no_code_that_a_table_lacks(seed):
+    torch.manual_seed(seed)
+    model = Smooth().eval()
+    model.norm.running_mean.normal_()
+    model.norm.running_var.uniform_(0.1, 2)
+    nn.init.normal_(model.norm.weight)
+    x = torch.randn(16, 2, 8)
+    fixed = marvin.freeze(marvin.calibrate(model, [x], bits=8))
+    found = integer.run(describe(fixed, x), x)
+    torch.testing.assert_close(found.float(), fixed(x), atol=0.05, rtol=0)
