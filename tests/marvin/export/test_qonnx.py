@@ -199,13 +199,16 @@ import sys
 import numpy as np
 from qonnx.core.modelwrapper import ModelWrapper
 from qonnx.core.onnx_exec import execute_onnx
-from qonnx.transformation.channels_last import ConvertToChannelsLastAndClean
+from qonnx.transformation.channels_last import (
+    ConvertToChannelsLastAndClean, InsertChannelsLastDomainsAndTrafos, MoveTransposePastFork
+)
 from qonnx.transformation.extract_conv_bias import ExtractBiasFromConv
 from qonnx.transformation.gemm_to_matmul import GemmToMatMul
 from qonnx.transformation.infer_datatypes import InferDataTypes
 from qonnx.util.cleanup import cleanup_model
 model = cleanup_model(ModelWrapper(sys.argv[1]))
-last = model.transform(ConvertToChannelsLastAndClean())
+last = model.transform(InsertChannelsLastDomainsAndTrafos()).transform(MoveTransposePastFork())
+last = last.transform(ConvertToChannelsLastAndClean())
 assert "channels_last" in " ".join(node.domain for node in last.graph.node)
 apart = model.transform(ExtractBiasFromConv()).transform(GemmToMatMul()).transform(InferDataTypes())
 kinds = [node.op_type for node in apart.graph.node]
@@ -221,16 +224,34 @@ np.savez(sys.argv[3], *found)
 """
 
 
+class Forked(nn.Module):
+    """A sum of two branches, one of them without a layer; as many channels as rows and columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1)
+        self.head = nn.Linear(216, 10)
+
+    def forward(self, x):
+        x = self.first(x).relu()
+        return self.head((x + self.second(x).relu()).flatten(1))
+
+
 @needs_qonnx
-@pytest.mark.parametrize("kind", ["digits", "mean of 36"])
+@pytest.mark.parametrize("kind", ["digits", "mean of 36", "branches"])
 def test_cleanup_and_channels_last_leave_the_integers(digits, make, kind, tmp_path):
-    """The passes that FINN begins with; biases with formats of their own leave their layers."""
+    """The passes that FINN begins with, forks first; biases with formats of their own leave their layers."""
 
     def averaged():
         conv, head = nn.Conv2d(1, 6, 3, padding=1), nn.Linear(6, 10)
         return nn.Sequential(conv, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
 
-    _, network, x = digits(8, 5) if kind == "digits" else make(averaged, (1, 6, 6))
+    if kind == "digits":
+        _, network, x = digits(8, 5)
+    elif kind == "branches":
+        _, network, x = make(Forked, (1, 6, 6))
+    else:
+        _, network, x = make(averaged, (1, 6, 6))
     qonnx.save(network, tmp_path / "net.onnx")
     np.save(tmp_path / "x.npy", (2 * x[:2]).numpy())
     words = [tmp_path / name for name in ("net.onnx", "x.npy", "y.npz")]
