@@ -24,8 +24,9 @@ def tnvs_(
     """Initialise weights from a truncated normal distribution, in place.
 
     Weights come from ``N(0, sigma**2)`` cut off at ``sqrt(3) sigma``, with
-    ``sigma = sqrt(scale / n)`` and ``n`` the number of inputs of one output. In a module, weights
-    with two or more dimensions are drawn so, biases become 0, the scales of normalisation layers
+    ``sigma = sqrt(scale / n)`` and ``n`` the number of inputs of one output, as ``torch.nn.init``
+    counts it: elements of ``weight[0]``, also of transposed convolutions, where these are others. In
+    a module, weights with two or more dimensions are drawn so, biases become 0, the scales of normalisation layers
     1; anything else stays.
 
     Args:

@@ -56,12 +56,19 @@ def layout_of(param_groups: Sequence[Group]) -> ParameterTable:
     """Return the layout of an optimizer's parameter groups.
 
     Raises:
-        ValueError: Two parameters have one name, or one is sharded in a way that is not known.
+        ValueError: Two parameters have one name, one is in a group twice, or one is sharded in a way that is not known.
     """
     groups = {p: group for group in param_groups for p in group["params"]}
     given: list[str | None] = []
     for group in param_groups:
         given += group.get("param_names", [None] * len(group["params"]))
+    if len(given) > len(groups):
+        params = [id(p) for group in param_groups for p in group["params"]]
+        twice = [given[i] or str(i) for i, own in enumerate(params) if own in params[:i]]
+        raise ValueError(
+            f"a parameter must be given once, got {listed(twice)} again: write model.named_parameters(), which has "
+            "weights that are shared once"
+        )
     owners = owners_of(list(zip(given, groups, strict=True)))
     for p, group in groups.items():
         if not is_layer(p) and group["one_dim"] == "float":

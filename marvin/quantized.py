@@ -8,6 +8,7 @@ from itertools import takewhile
 from threading import RLock
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -181,6 +182,7 @@ class Quantized(SavesState, AskedByScaler):
                 f"got {', '.join(clash)}: give it another name"
             )
         options |= settings
+        options = {k: v.item() if isinstance(v, np.generic) else v for k, v in options.items()}
         if isinstance(optimizer, Quantized):
             raise TypeError(f"Quantized needs a float optimizer, got {type(optimizer).__name__}")
         check_wrapped(optimizer, options)

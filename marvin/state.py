@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from marvin.compact import SUFFIXES, check_saved
-from marvin.policies.base import Policy, fields_of
+from marvin.policies.base import Policy, check_remembers_nothing, fields_of
 from marvin.policies.records import check_plain, plain_value, restored, restored_value
 from marvin.sgd import SGD
 from marvin.shards import Shard, is_sharded, laid_as, local
@@ -141,8 +141,9 @@ def packed_policy(policy: Policy, shared: object) -> dict[str, Any]:
     """Return a policy's name, hyper-parameters and shared record as plain values.
 
     Raises:
-        TypeError: The shared record has what would not come back.
+        TypeError: The shared record has what would not come back, or the policy has what no field of it is.
     """
+    check_remembers_nothing(policy)
     if shared is not None:
         check_plain("the shared record", shared)
     return {

@@ -15,6 +15,7 @@ DATA = {
     "fixedpoint_kernels/llvm/README.md",
     "train/digits.npz",
     "train/digits.md",
+    *(f"{package}/py.typed" for package in PACKAGES),  # type checkers read the hints of an installed one
 }
 SMOKE = """
 import torch, fixedpoint_kernels, marvin, perfmodel, train.resnet20

@@ -74,8 +74,8 @@ def quantize(  # noqa: PLR0913  noise has three coordinates
             it shares no memory with it.
 
     Returns:
-        ``out``, or a tensor of the shape, dtype and strides of ``x``. Arithmetic is float32; a
-        result that its dtype does not hold (more than 8 significant bits in bfloat16, 11 in
+        ``out``, or a tensor of the shape and dtype of ``x``, with the strides of ``torch.empty_like(x)``. Arithmetic is
+        float32; a result that its dtype does not hold (more than 8 significant bits in bfloat16, 11 in
         float16) is rounded to it.
 
     Raises:

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Real
 from typing import Any, ClassVar, Self
 
@@ -25,6 +26,7 @@ from marvin.policies.records import (
     Update,
     check_plain,
     comes_back,
+    is_frozen,
     restored,
     word_length,
 )
@@ -40,6 +42,7 @@ __all__ = [
     "check_measured",
     "check_policy",
     "check_record",
+    "check_remembers_nothing",
     "check_shared",
     "completed",
     "fields_of",
@@ -293,12 +296,34 @@ def check_policy(policy: object) -> None:
             f"rules of {type(policy).__name__} must be Rules, got {policy.rules!r:.60}: write "
             "rules = marvin.policies.Rules(...) in the class"
         )
+    check_remembers_nothing(policy)
     own = dataclasses.fields(policy) if dataclasses.is_dataclass(policy) else ()
     if wrong := [f.name for f in own if not f.init or not comes_back(getattr(policy, f.name))]:
         raise TypeError(
             f"hyper-parameters of {type(policy).__name__} must come back from a state as they are, got "
-            f"{', '.join(wrong)}: write tuples for lists, a property for what follows from other fields "
-            "(init=False), and in dictionaries other keys than fmt, fl and wl"
+            f"{', '.join(wrong)}: write tuples for lists, .item() of NumPy's numbers, a property for what follows "
+            "from other fields (init=False), and in dictionaries other keys than fmt, fl and wl"
+        )
+
+
+def check_remembers_nothing(policy: Policy) -> None:
+    """Refuse a policy with values that no state would have.
+
+    Raises:
+        TypeError: It is a dataclass that is not frozen, or has attributes that are no fields.
+    """
+    cls, fields = type(policy), fields_of(policy)
+    found = [
+        name
+        for name in vars(policy)
+        if name not in fields and not isinstance(getattr(cls, name, None), cached_property)
+    ]
+    if found or not is_frozen(policy, if_none=True):
+        got = ", ".join(found) or "a class that is not frozen"
+        raise TypeError(
+            f"{cls.__name__} must be a frozen dataclass whose fields are its hyper-parameters, for states save no "
+            f"others, got {got}: write @dataclass(frozen=True) above the class, and return what it remembers in "
+            "records: of each layer, or the shared one of init_shared()"
         )
 
 

@@ -118,7 +118,7 @@ class LossBudgetPolicy(RangePolicy):
         rules=(
             ("kappa", lambda s: 0 < s["kappa"] < math.inf, "above 0 and finite"),
             ("max_noise", lambda s: _is_pair(s["max_noise"]), "two finite numbers above 0"),
-            ("max_wl", lambda s: is_word_length(s["max_wl"]), "2 to 16 bits"),
+            ("max_wl", lambda s: is_word_length(s["max_wl"]), "an int, 2 to 16 bits"),
             (
                 "min_wl",
                 lambda s: is_word_length(s["min_wl"]) and s["min_wl"] <= s["max_wl"],
@@ -132,7 +132,7 @@ class LossBudgetPolicy(RangePolicy):
             (
                 "target_bits",
                 lambda s: s["target_bits"] is None or 2 <= s["target_bits"] <= 16,
-                "2 to 16 bits",
+                "an int, 2 to 16 bits",
             ),
             (
                 "target_ebops",
@@ -306,8 +306,8 @@ class StaticPolicy(RangePolicy):
 
     checks: ClassVar[Checks] = Checks(
         rules=(
-            ("weights", lambda s: is_word_length(s["weights"]), "2 to 16 bits"),
-            ("activations", lambda s: is_word_length(s["activations"]), "2 to 16 bits"),
+            ("weights", lambda s: is_word_length(s["weights"]), "an int, 2 to 16 bits"),
+            ("activations", lambda s: is_word_length(s["activations"]), "an int, 2 to 16 bits"),
         )
     )
 

@@ -197,7 +197,7 @@ class RangePolicy(Policy):
             (
                 "ends_wl",
                 lambda s: s["ends_wl"] is None or is_word_length(s["ends_wl"]),
-                "2 to 16 bits",
+                "an int, 2 to 16 bits",
             ),
         ),
     )

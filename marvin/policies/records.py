@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+import numpy as np
 from torch import Tensor
 
 from fixedpoint_kernels import BlockFloat, FixedPoint
@@ -29,6 +30,7 @@ __all__ = [
     "Update",
     "check_plain",
     "comes_back",
+    "is_frozen",
     "plain_value",
     "restored",
     "word_length",
@@ -235,12 +237,17 @@ def check_plain(what: str, record: object) -> None:
         record: Of a layer, or of all.
 
     Raises:
-        TypeError: It is no dataclass, or a field is no plain value, or not one of the constructor's.
+        TypeError: It is no frozen dataclass, or a field is no plain value, or not one of the constructor's.
     """
     if not dataclasses.is_dataclass(record) or isinstance(record, type):
         raise TypeError(
             f"{what} must be a dataclass, which states save by its fields, got {record!r:.60}: write "
             "@dataclass(frozen=True) above a class with fields for what it has"
+        )
+    if not is_frozen(record):
+        raise TypeError(
+            f"{what} must be frozen, for a changed one is told from the one before, got {type(record).__name__}: write "
+            "@dataclass(frozen=True) above the class, and give another by layer.but(record=...) or dataclasses.replace"
         )
     if computed := [f.name for f in dataclasses.fields(record) if not f.init]:
         raise TypeError(
@@ -256,6 +263,12 @@ def check_plain(what: str, record: object) -> None:
                 f"{name}={value!r:.60}: write tuple(...) of a list, .item() of a tensor or of NumPy's "
                 "numbers, and fields of the record's own for those of another dataclass"
             )
+
+
+def is_frozen(record: object, *, if_none: bool = False) -> bool:
+    """Say whether an object is of a frozen dataclass; ``if_none`` where it is of no dataclass."""
+    params = getattr(record, "__dataclass_params__", None)
+    return if_none if params is None else params.frozen
 
 
 def _is_saved(value: object) -> bool:
@@ -274,6 +287,8 @@ def comes_back(value: object) -> bool:
     """Say whether a state gives a hyper-parameter back as it is: lists come as tuples, some dictionaries as formats."""
     if isinstance(value, list | tuple):
         return isinstance(value, tuple) and all(map(comes_back, value))
+    if isinstance(value, np.generic):  # torch.load takes none unless told
+        return False
     return not isinstance(value, Mapping) or not _is_format(value)
 
 

@@ -159,7 +159,11 @@ def test_settings_out_of_range_are_refused_until_they_are_right():
             {"max_noise": 0.1},
             "max_noise must be two finite numbers above 0",
         ),
-        (marvin.StaticPolicy, {"weights": 20}, "weights must be 2 to 16 bits, got weights=20"),
+        (
+            marvin.StaticPolicy,
+            {"weights": 20},
+            "weights must be an int, 2 to 16 bits, got weights=20",
+        ),
         (marvin.FixedPolicy, {"wl": 1}, "word length must be 2 to 32 bits, got wl=1"),
         (marvin.FixedPolicy, {"nonfinite": "bogus"}, "nonfinite must be one of"),
     ],
@@ -408,3 +412,13 @@ def test_lightning_resumes_with_a_backbone_that_was_unfrozen(tmp_path):
         seen[is_fixed] = moved, [(len(group["params"]), group["lr"]) for group in groups]
     assert seen[True] == seen[False]
     assert len(seen[True][1]) == 2
+
+
+def test_a_parameter_that_is_given_twice_is_named():
+    first = nn.Linear(2, 2)
+    given = [*first.parameters(), *first.parameters()]
+    with (
+        pytest.warns(UserWarning, match="duplicate parameters"),
+        pytest.raises(ValueError, match="a parameter must be given once, got 2, 3 again: write"),
+    ):
+        marvin.MSGD(given, lr=0.1)

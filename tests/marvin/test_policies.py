@@ -1,6 +1,7 @@
 """The contract of a policy: a state decides the future, whatever arguments its object had."""
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import io
@@ -21,7 +22,7 @@ from marvin import (
     Quantized,
     StaticPolicy,
 )
-from marvin.policies.records import ActivationFormats, Layer, Measured, Rules, Update
+from marvin.policies.records import ActivationFormats, Layer, LayerFormat, Measured, Rules, Update
 from marvin.rounder import formats_of
 from marvin.shards import Shard
 
@@ -536,6 +537,94 @@ def test_hyper_parameters_that_would_not_come_back_are_refused_at_once(value):
         TypeError, match=r"hyper-parameters of Formatted .* got later: write tuples"
     ):
         own(Formatted(later=value))
+
+
+class Plain(marvin.Policy):
+    """No dataclass; what it remembers is lost where training goes on."""
+
+    def init(self, settings, shared):
+        return LayerFormat(FixedPoint(8, 4))
+
+    def update(self, shared, layers, step):
+        self.count = getattr(self, "count", 0) + 1
+        return Update(shared, layers)
+
+
+class Remembers(Plain):
+    def __init__(self):
+        self.count = 0
+
+
+@dataclasses.dataclass
+class Unfrozen(Plain):
+    bits: int = 8
+
+
+@pytest.mark.parametrize(
+    ("make", "got"), [(Remembers, "count"), (Unfrozen, "a class that is not frozen")]
+)
+def test_a_policy_that_a_state_would_not_have_is_refused(make, got):
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).named_parameters(), lr=0.1)
+    with pytest.raises(
+        TypeError, match=f"{make.__name__} must be a frozen dataclass.*got {got}: write"
+    ):
+        marvin.Quantized(optimizer, make())
+
+
+def test_a_policy_that_begins_to_remember_is_refused_when_its_state_is_asked_for():
+    model = nn.Linear(2, 2)
+    optimizer = marvin.Quantized(torch.optim.SGD(model.named_parameters(), lr=0.1), Plain())
+    optimizer.state_dict()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step(loss=1.0)
+    with pytest.raises(TypeError, match=r"Plain must be a frozen dataclass.*got count: write"):
+        optimizer.state_dict()
+
+
+def test_what_a_policy_caches_is_no_memory():
+    class Cached(marvin.FixedPolicy):
+        @functools.cached_property
+        def twice(self):
+            return 2 * self.wl
+
+    policy = Cached(8, 4)
+    assert policy.twice == 16
+    model = nn.Linear(2, 2)
+    optimizer = marvin.Quantized(torch.optim.SGD(model.named_parameters(), lr=0.1), policy)
+    assert "twice" not in optimizer.state_dict()["marvin"]["policy"]["settings"]
+
+
+def test_records_that_are_not_frozen_are_refused():
+    """Changed in place, they would be the ones before: nothing would be written or shown."""
+
+    @dataclasses.dataclass
+    class Record:
+        fmt: FixedPoint
+
+    class Mutable(Plain):
+        def init(self, settings, shared):
+            return Record(FixedPoint(8, 4))
+
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).named_parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"a layer's record must be frozen.*got Record: write"):
+        marvin.Quantized(optimizer, Mutable())
+
+
+@pytest.mark.parametrize("number", [np.int64(8), (np.float64(1e-3), 1e-4)])
+def test_numbers_of_numpy_are_refused_where_a_state_would_have_them(number):
+    """``torch.load`` takes a state with them only where it may run code."""
+    name = "max_noise" if isinstance(number, tuple) else "window"
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).named_parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=rf"got {name}: write .*\.item\(\) of NumPy's numbers"):
+        marvin.Quantized(optimizer, marvin.LossBudgetPolicy(**{name: number}))
+
+
+def test_options_may_be_numbers_of_numpy(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = marvin.MSGD(model.named_parameters(), lr=0.1, seed=np.int64(3), l1=np.float64(0.5))
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert (state["param_groups"][0]["seed"], state["param_groups"][0]["l1"]) == (3, 0.5)
 
 
 def test_hyper_parameters_that_no_constructor_takes_are_refused_at_once():
