@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from marvin.compact import master_of
-from marvin.masters import WithMasters, check_pair, owner_of
+from marvin.masters import WithMasters
+from marvin.owners import check_pair, owner_of
 from marvin.rounding import round_one
 from marvin.shards import is_sharded
 

@@ -20,8 +20,9 @@ from marvin.layers import (
     parameters_of,
     parametrisations_of,
 )
-from marvin.masters import WithMasters, owner_of
+from marvin.masters import WithMasters
 from marvin.model_formats import ModuleFormats
+from marvin.owners import owner_of
 from marvin.policies.observer import Observer, Sums
 from marvin.policies.records import ActivationFormats
 from marvin.rounder import BUFFER, ForwardState

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from marvin.compact import SUFFIXES
-from marvin.masters import check_pair
+from marvin.owners import check_pair
 from marvin.quantized import Quantized
 from marvin.ranks import is_distributed, rank
 from marvin.rounder import BUFFER

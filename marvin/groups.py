@@ -1,6 +1,6 @@
 """Parameter groups that an optimizer and the one it wraps have in common, and parameters that come later."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields
@@ -17,6 +17,7 @@ from marvin.compact import conform, is_compact, put_master, wants_compact
 from marvin.inner_optimizer import check_groups
 from marvin.layers import count_known, held_by, is_layer, layout_of
 from marvin.noise import Purpose
+from marvin.owners import claim, give_back, other_owners, owners_of
 from marvin.plans import Plans
 from marvin.policies import (
     FixedPolicy,
@@ -56,12 +57,6 @@ class FollowsGroups(WatchesWeights):
     _unread: frozenset[str] = frozenset()  # what ``_name_unread`` has warned of
     _checked: Sequence[tuple[object, ...]] = ()  # settings of each group that were found right
 
-    def _rounds_activations(self) -> bool:
-        return any(handle.is_attached for handle in self._carriers.handles)
-
-    def _gone(self) -> Collection[Tensor]:
-        return self._carriers.gone
-
     @left_uncompiled
     @in_turn
     def add_param_group(self, param_group: Group) -> None:
@@ -97,7 +92,7 @@ class FollowsGroups(WatchesWeights):
                     waiting = [p for p in self._masters if not is_layer(p)]  # some for a layer
                     keep([*new, *waiting])
                     self._follow(new)
-                    self._claim()
+                    claim(self)
                     self._carriers.widen(self)
                     self._begin(new)
         except BaseException:
@@ -112,12 +107,12 @@ class FollowsGroups(WatchesWeights):
 
         def keep(params: Sequence[Tensor]) -> None:
             kept[:] = [(x, x.detach().clone()) for x in locals_of(params)]
-            owners.update(self._owners())
+            owners.update(owners_of(self))
 
         try:
             yield keep
         except BaseException:
-            self._give_back(owners)
+            give_back(owners)
             with torch.no_grad():
                 for x, value in kept:
                     x.copy_(value)
@@ -125,7 +120,7 @@ class FollowsGroups(WatchesWeights):
 
     def _follow(self, params: Sequence[Tensor]) -> None:
         """Note what the optimizers leave behind that had these parameters until now."""
-        for before in self._owners_before():
+        for before in other_owners(self):
             if isinstance(before, FollowsGroups):
                 self._carriers.before += tuple(before._carriers.handles)
                 self._take(before, params)

@@ -1,15 +1,14 @@
-"""Float32 masters, the weights that are rounded from them, and what is asked about their formats."""
+"""Float32 masters, and the weights that are rounded from them."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakValueDictionary
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
@@ -28,14 +27,13 @@ from marvin.compact import (
     placeholder,
 )
 from marvin.compact_moves import Moved
-from marvin.display import columns, plot_word_lengths
 from marvin.inner_optimizer import OwnStep
 from marvin.layers import ParameterTable
 from marvin.marks import Mark, marks_of
 from marvin.noise import Purpose, stream
 from marvin.plans import Members, Plans, Rounding, Trained
 from marvin.policies.base import Policy
-from marvin.policies.records import ActivationFormats, Layer, word_length
+from marvin.policies.records import ActivationFormats, Layer
 from marvin.policies.trace import Switch
 from marvin.rounding import Format, round_many
 from marvin.shards import local, locals_of
@@ -43,10 +41,7 @@ from marvin.state import KEPT
 from marvin.warned import listed
 from marvin.wrappers import for_wrappers
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["Counts", "WithMasters", "check_pair", "owner_of", "pieces"]
+__all__ = ["Counts", "WithMasters", "pieces"]
 
 _PIECE = 1 << 24  # numbers that are rounded again at once, for a look: 64 MiB
 
@@ -57,53 +52,6 @@ class Counts:
 
     step: int = 0
     skipped: int = 0
-
-
-class _Owners(WeakValueDictionary[int, Optimizer]):
-    """Which optimizer was made last for a parameter, by the parameter's id."""
-
-    claims = 0  # how often optimizers became owners
-
-
-_OWNERS = _Owners()
-
-
-def owner_of(parameter: Tensor) -> "WithMasters | None":
-    """Return the optimizer that was made last for a parameter; None if none on masters was."""
-    found = _OWNERS.get(id(parameter))
-    return found if isinstance(found, WithMasters) and parameter in found else None
-
-
-def check_pair(model: object, optimizer: object, call: str) -> None:
-    """Refuse a model and an optimizer that came in another order, or do not belong together.
-
-    Args:
-        model: What came in the place of the model.
-        optimizer: What came in that of its optimizer.
-        call: How it is written, such as ``"marvin.MasterAverage(model, optimizer)"``.
-
-    Raises:
-        TypeError: These are no model and no optimizer, or it is one that a ``Quantized`` wraps.
-        ValueError: The optimizer has no parameter of the model.
-    """
-    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            "a model (torch.nn.Module) must come first and its optimizer second, got "
-            f"{type(model).__name__} and {type(optimizer).__name__}: write {call}"
-        )
-    own = [p for group in optimizer.param_groups for p in group["params"]]
-    owner = next(filter(None, map(owner_of, own)), None)
-    kind = type(optimizer).__name__
-    if owner is not None and owner.optimizer is optimizer:
-        raise TypeError(
-            f"the optimizer must be the {type(owner).__name__}, which has the masters, got the {kind} that it "
-            f"wraps: write {call}, where optimizer = marvin.Quantized(...)"
-        )
-    if {*own}.isdisjoint(model.parameters()):
-        raise ValueError(
-            f"the optimizer must have parameters of the model, got a {kind} of others: make it of "
-            "model.named_parameters(), after fully_shard and whatever else replaces them"
-        )
 
 
 class Stored(Protocol):
@@ -141,19 +89,11 @@ class WithMasters(Optimizer):
     _own_step: OwnStep  # open while groups of the wrapped one hold masters
     _lent: Sequence[list[Tensor]] = ()  # parameters of the groups, while these hold masters
     stored: tuple[Stored, ...] = ()  # have the weights' values between two steps
-    _claims: int  # of all optimizers, when this one's parameters were last known to be its own
+    _claims: int  # of all optimizers, when this one last owned its parameters; see ``owners``
 
     def __contains__(self, parameter: object) -> bool:
         """Say whether ``parameter`` is one of this optimizer's."""
         return parameter in self._layout.owners
-
-    def formats(self) -> dict[str, Format]:
-        """Return the format of every quantised parameter, in parameter order.
-
-        Keys are names, or positions (``"0"``, ``"1"``, ...) where the parameters have none.
-        """
-        found = ((name, self.format_of(p)) for p, name in self._layout.names.items())
-        return {name: fmt for name, fmt in found if fmt is not None}
 
     def name_of(self, parameter: Tensor) -> str:
         """Return the name of one parameter, or its position (``"0"``, ``"1"``, ...) if it has none."""
@@ -182,90 +122,6 @@ class WithMasters(Optimizer):
         if owner is None or owner not in self._masters:
             return None
         return self.policy.activation_formats(self.state[owner]["layer"])
-
-    def __repr__(self) -> str:
-        if not hasattr(self, "_counts"):  # while it is made
-            return f"{type(self).__name__} (not ready)"
-        of = "" if type(self.optimizer).__module__.startswith("marvin") else type(self.optimizer)
-        name = type(self).__name__ + (f"({of.__name__})" if of else "")
-        rates = ", ".join(f"{float(group['lr']):g}" for group in self.param_groups if "lr" in group)
-        head = f"{name} with {type(self.policy).__name__}, {self._counts.step} steps, lr {rates}"
-        formats, inputs, layers = self.formats(), self.input_formats(), self.layers()
-        if not layers:
-            return f"{head}\n0 layers: no parameter of two or more dimensions is trained"
-        count = f"{len(layers)} layer" + "s" * (len(layers) != 1)
-        mean = f"{count}, on average {self.mean_word_length():.1f} bits of weights"
-        rows = [(n, str(formats.get(n, "float32")), str(inputs.get(n, "float32"))) for n in layers]
-        if not self._rounds_activations():
-            mean += "; inputs are float32 without marvin.quantize_activations"
-            return f"{head}\n{mean}\n{columns(('layer', 'weight'), [row[:2] for row in rows])}"
-        if inputs:
-            mean += f", {self.mean_input_word_length():.1f} of inputs"
-        return f"{head}\n{mean}\n{columns(('layer', 'weight', 'inputs'), rows)}"
-
-    def _gone(self) -> Collection[Tensor]:
-        """Return the parameters that left their models."""
-        raise NotImplementedError
-
-    def _present(self) -> Iterator[Tensor]:
-        """Yield the trained layers that did not leave their models."""
-        gone = self._gone()
-        return (p for _, p in self._trained() if p not in gone)
-
-    def _rounds_activations(self) -> bool:
-        """Say whether a model rounds activations by these formats."""
-        raise NotImplementedError
-
-    def plot(self) -> "Figure":
-        """Draw each layer's word length over the steps, from ``trace``; a notebook shows it.
-
-        Returns:
-            A figure of matplotlib's: ``savefig(path)`` writes it.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        formats = self.formats()
-        own = {name: formats.get(name) for name in self.layers()}
-        return plot_word_lengths(self.trace, own, self._counts.step)
-
-    def layers(self) -> list[str]:
-        """Return the names of the parameters that have a format of their own."""
-        return [self._layout.names[p] for p in self._present()]
-
-    def mean_word_length(self) -> float:
-        """Return the mean word length over the layers, in bits; NaN without layers."""
-        return _mean_length(self.state[p]["layer"].fmt for p in self._present())
-
-    def input_formats(self) -> dict[str, Format]:
-        """Return the format of each layer's inputs, by the layer's name; without it they are float.
-
-        It holds where ``marvin.quantize_activations`` rounds them.
-        """
-        found = (
-            (self._layout.names[p], self.policy.activation_formats(self.state[p]["layer"]).inputs)
-            for p in self._present()
-        )
-        return {name: fmt for name, fmt in found if fmt is not None}
-
-    def mean_input_word_length(self) -> float:
-        """Return the mean word length over ``input_formats``, in bits; NaN where it is empty."""
-        return _mean_length(self.input_formats().values())
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps ``nonfinite="skip"`` has left out."""
-        return self._counts.skipped
-
-    @property
-    def lr_scale(self) -> float:
-        """What the policy has multiplied the learning rates by so far."""
-        return self.policy.lr_scale_at(self.shared)
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether the training is over as far as the policy is concerned."""
-        return self.policy.should_stop_at(self.shared)
 
     @contextmanager
     def with_values(self) -> Iterator[None]:
@@ -337,9 +193,7 @@ class WithMasters(Optimizer):
         plan, first = self._rounding(params), stream(Purpose.WEIGHTS, self._counts.step)
         if plan.targets is None:
             return False
-        if list(map(id, params)) != list(map(id, moved)):  # others change their format alone
-            rows = {id(p): row for row, p in enumerate(params)}
-            moves = moves._replace(rows=[rows[id(p)] for p in moved])
+        moves = moves._replace(rows=_rows_among(params, moved, moves.rows))
         rounding = self.policy.rules.weight_rounding
         done = step_many(plan.targets, moves, rounding=rounding, seed=self._seed, stream=first)
         if done:
@@ -357,10 +211,7 @@ class WithMasters(Optimizer):
             moves: How these move; its rows are their positions.
         """
         plan, first = self._rounding(params), stream(Purpose.WEIGHTS, self._counts.step)
-        rows = moves.rows
-        if list(map(id, params)) != list(map(id, moved)):  # others change their format alone
-            own = {id(p): row for row, p in enumerate(params)}
-            rows = [own[id(moved[row])] for row in rows]
+        rows = _rows_among(params, moved, moves.rows)
         moments: list[tuple[Codes | Tensor, ...]] = [()] * len(params)
         for row, more in zip(rows, moves.moments, strict=True):
             moments[row] = more
@@ -555,37 +406,6 @@ class WithMasters(Optimizer):
                 "load a state"
             )
 
-    def _check_owner(self) -> None:
-        """Refuse to step parameters that another optimizer was made for."""
-        if self._claims == _OWNERS.claims:  # no optimizer was made since
-            return
-        for p, name in self._layout.names.items():
-            if _OWNERS.get(id(p), self) is not self:
-                raise RuntimeError(
-                    f"a parameter must have one optimizer, got another {type(self).__name__} made "
-                    f"for {name} since: step that one, and drop this one"
-                )
-        self._claims = _OWNERS.claims
-
-    def _claim(self) -> None:
-        """Be the optimizer of these parameters from now on."""
-        _OWNERS.update({id(p): self for p in self._layout.names})
-        _OWNERS.claims += 1
-        self._claims = _OWNERS.claims
-
-    def _owners_before(self) -> set[Optimizer]:
-        """Return the other optimizers of these parameters."""
-        return {_OWNERS.get(id(p), self) for p in self._layout.names} - {self}
-
-    def _owners(self) -> dict[int, Optimizer]:
-        """Return the optimizers that were made last for these parameters, for ``_give_back``."""
-        found = ((id(p), _OWNERS.get(id(p))) for p in self._layout.names)
-        return {key: owner for key, owner in found if owner is not None}
-
-    def _give_back(self, owners: Mapping[int, Optimizer]) -> None:
-        """Let parameters be those of the optimizers that they had."""
-        _OWNERS.update(owners)
-
     @property
     def _seed(self) -> int:
         return self.param_groups[0]["seed"]
@@ -614,6 +434,16 @@ def _layer_of(layer: Layer, own: StateDict) -> Layer:
     return found
 
 
+def _rows_among(
+    params: Sequence[Tensor], moved: Sequence[Tensor], rows: Sequence[int]
+) -> Sequence[int]:
+    """Return where ``rows`` of ``moved`` are among ``params``, of which others change their format alone."""
+    if list(map(id, params)) == list(map(id, moved)):
+        return rows
+    own = {id(p): row for row, p in enumerate(params)}
+    return [own[id(moved[row])] for row in rows]
+
+
 def pieces(params: Iterable[Tensor]) -> list[list[Tensor]]:
     """Split parameters into lists on one device, of ``_PIECE`` numbers or of one parameter."""
     pieces: list[list[Tensor]] = []
@@ -626,9 +456,3 @@ def pieces(params: Iterable[Tensor]) -> list[list[Tensor]]:
         left -= own.numel()
         pieces[-1].append(p)
     return pieces
-
-
-def _mean_length(formats: Iterable[Format | None]) -> float:
-    """Return the mean word length, in bits; NaN where there are no formats."""
-    lengths = [word_length(fmt) for fmt in formats]
-    return sum(lengths) / len(lengths) if lengths else float("nan")

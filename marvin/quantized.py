@@ -28,6 +28,8 @@ from marvin.gradients import Gradients, by_layer, complete, gather, nonfinite, r
 from marvin.inner_optimizer import check_mode, check_step, check_wrapped, closure_needed, guard_step
 from marvin.masters import Counts
 from marvin.noise import Purpose, stream
+from marvin.overview import ShowsFormats
+from marvin.owners import check_owner, claim
 from marvin.plans import Plans
 from marvin.policies.base import (
     Policy,
@@ -42,7 +44,6 @@ from marvin.policies.trace import Switch, merged
 from marvin.ranks import ALONE, Processes, is_distributed, processes_of
 from marvin.refused import check_dtypes, check_loss
 from marvin.rounder import ForwardState, Samples
-from marvin.saved import SavesState
 from marvin.sgd import keep_momenta, moves_of
 from marvin.shards import Shard, laid_as, local
 from marvin.turns import in_turn
@@ -68,7 +69,7 @@ _LOOK = 100  # steps between two looks at what is clamped
 
 
 @for_wrappers
-class Quantized(SavesState, AskedByScaler):
+class Quantized(ShowsFormats, AskedByScaler):
     """Let any optimizer train a model whose weights are quantised as a policy decides.
 
     The wrapped optimizer is built from the model's parameters as always. From then on its step
@@ -203,7 +204,7 @@ class Quantized(SavesState, AskedByScaler):
             self._follow(params)
             self._begin(params)  # a bias may come groups before its weight
             self._own_step = guard_step(self, optimizer)
-            self._claim()  # nothing refuses any more
+            claim(self)  # nothing refuses any more
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute; the policy stays: records and hyper-parameters in the groups are its own."""
@@ -287,7 +288,7 @@ class Quantized(SavesState, AskedByScaler):
         self._check_groups()
         self._check_state()
         check_dtypes(self._layout.names, type(self).__name__)  # model.double() may have come since
-        self._check_owner()
+        check_owner(self)
 
     @in_turn
     def _do_step(self, loss: float | Tensor | None, processes: Processes) -> float | Tensor | None:

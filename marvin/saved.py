@@ -16,6 +16,7 @@ from marvin.groups import FollowsGroups
 from marvin.inner_optimizer import guard_step
 from marvin.layers import layout_of
 from marvin.masters import Counts
+from marvin.owners import claim, give_back, other_owners, owners_of
 from marvin.plans import Plans
 from marvin.policies.base import Policy
 from marvin.policies.trace import Switch
@@ -52,7 +53,7 @@ class SavesState(FollowsGroups):
         self._check_groups()
         self._check_state()
         with self.with_values():
-            if not self._owners_before():  # else they are another's, and no new masters
+            if not other_owners(self):  # else they are another's, and no new masters
                 self._adopt_changed()
         packed = states.packed_groups(super().state_dict())
         shards = list(self._layout.shards.values())
@@ -116,12 +117,12 @@ class SavesState(FollowsGroups):
         things = [self, self.optimizer, self.forward_state]
         groups = [*self.param_groups, *self.optimizer.param_groups]
         tensors = locals_of(list(self._layout.names))
-        owners = self._owners()
+        owners = owners_of(self)
         try:
             with self._carriers.all_or_nothing(things, groups, tensors):
                 yield
         except BaseException:
-            self._give_back(owners)
+            give_back(owners)
             raise
 
     def _load(
@@ -191,7 +192,7 @@ class SavesState(FollowsGroups):
             for name, value in own.items():  # options that an older state lacks
                 group.setdefault(name, value)
         self._layout, self._plans = layout_of(self.param_groups), Plans()
-        self._claim()
+        claim(self)
         self._own_step = guard_step(self, self.optimizer)
         if "_turn" not in vars(self):  # of copies
             self._turn = RLock()

@@ -14,6 +14,7 @@ from marvin.compact import master_of, put_master
 from marvin.marks import marks_of, on_host
 from marvin.masters import WithMasters, pieces
 from marvin.noise import Purpose
+from marvin.owners import check_owner
 from marvin.rounder import FLOATS
 from marvin.shards import local, locals_of
 from marvin.turns import in_turn
@@ -61,7 +62,7 @@ class WatchesWeights(WithMasters):
         """
         self._check_shapes()
         self._check_state()
-        self._check_owner()
+        check_owner(self)
         with self.with_values():
             if wrong := self._not_finite((p, local(p)) for p in self._masters):
                 raise FloatingPointError(

@@ -16,6 +16,7 @@ from fixedpoint_kernels.philox import Key
 from marvin import quantized
 from marvin.compact import master_of
 from marvin.noise import Purpose, stream
+from marvin.owners import claim
 
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 FIXED, STATIC = marvin.FixedPolicy(8, 6), marvin.StaticPolicy(window=3)
@@ -173,7 +174,7 @@ def test_bytes_of_a_parameter(kind, most):
     optimizer = KINDS[kind](list(net.named_parameters()), **options)
     other = KINDS[kind](list(net.named_parameters()))
     del other
-    optimizer._claim()
+    claim(optimizer)
     net(torch.randn(3, 600)).sum().backward()
     optimizer.step(loss=1.0)
     found = optimizer.state_bytes()

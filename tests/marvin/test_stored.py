@@ -377,7 +377,7 @@ COPIES = {
     "save": lambda model: torch.save(model, io.BytesIO()),
     "freeze": marvin.freeze,
     "calibrate": lambda model: marvin.calibrate(model, [torch.ones(2, 4)]),
-    "store_codes": lambda model: store_codes(model, marvin.masters.owner_of(model[0].weight)),
+    "store_codes": lambda model: store_codes(model, marvin.owners.owner_of(model[0].weight)),
 }
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import marvin
-from marvin.masters import owner_of
+from marvin.owners import owner_of
 
 
 def adam(params):
