@@ -15,7 +15,7 @@ DATA = {
     "fixedpoint_kernels/llvm/README.md",
     "train/digits.npz",
     "train/digits.md",
-    *(f"{package}/py.typed" for package in PACKAGES),  # type checkers read the hints of an installed one
+    *(f"{package}/py.typed" for package in PACKAGES),  # so type checkers read the hints
 }
 SMOKE = """
 import torch, fixedpoint_kernels, marvin, perfmodel, train.resnet20
