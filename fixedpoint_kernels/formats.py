@@ -188,8 +188,9 @@ class Minifloat:
 
     A number is ``man + 1`` significant bits times a power of two. Below the smallest normal number
     steps stay as long as there (subnormal numbers). Values outside the range saturate: no result is
-    infinite, but in float16 where that does not hold the largest number. What float32 cannot hold is left out: the largest exponent is 127 at most, and a step is
-    ``2**-126`` at least, which concerns formats of 8 exponent bits alone.
+    infinite, but in float16 where that does not hold the largest number. What float32 cannot hold is
+    left out: the largest exponent is 127 at most, and a step is ``2**-126`` at least, which concerns
+    formats of 8 exponent bits alone.
 
     Args:
         exp: Bits of the exponent, 1 to 8; its bias is ``2**(exp - 1) - 1``.

@@ -318,7 +318,7 @@ def check_remembers_nothing(policy: Policy) -> None:
         for name in vars(policy)
         if name not in fields and not isinstance(getattr(cls, name, None), cached_property)
     ]
-    if found or not is_frozen(policy, if_none=True):
+    if found or not is_frozen(policy):
         got = ", ".join(found) or "a class that is not frozen"
         raise TypeError(
             f"{cls.__name__} must be a frozen dataclass whose fields are its hyper-parameters, for states save no "

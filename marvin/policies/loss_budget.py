@@ -132,7 +132,7 @@ class LossBudgetPolicy(RangePolicy):
             (
                 "target_bits",
                 lambda s: s["target_bits"] is None or 2 <= s["target_bits"] <= 16,
-                "an int, 2 to 16 bits",
+                "2 to 16 bits",
             ),
             (
                 "target_ebops",

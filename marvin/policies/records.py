@@ -265,10 +265,10 @@ def check_plain(what: str, record: object) -> None:
             )
 
 
-def is_frozen(record: object, *, if_none: bool = False) -> bool:
-    """Say whether an object is of a frozen dataclass; ``if_none`` where it is of no dataclass."""
-    params = getattr(record, "__dataclass_params__", None)
-    return if_none if params is None else params.frozen
+def is_frozen(value: object) -> bool:
+    """Say whether an object is of a frozen dataclass, or of none."""
+    params = getattr(value, "__dataclass_params__", None)
+    return params is None or params.frozen
 
 
 def _is_saved(value: object) -> bool:

@@ -823,6 +823,7 @@ def test_without_activations_the_batch_size_must_be_given():
         (lambda: LossBudgetPolicy(min_wl=9), "a whole number from 2 to max_wl bits, got min_wl=9"),
         (lambda: LossBudgetPolicy(max_wl=17), "max_wl must be an int, 2 to 16 bits"),
         (lambda: LossBudgetPolicy(ends_wl=1), "ends_wl must be an int, 2 to 16 bits"),
+        (lambda: LossBudgetPolicy(target_bits=1.5), "target_bits must be 2 to 16 bits"),
         (lambda: LossBudgetPolicy(batch_size=0), "batch_size must be a whole number from 1"),
         (lambda: StaticPolicy(weights=1), "weights must be an int, 2 to 16 bits"),
         (lambda: StaticPolicy(activations=6.0), "activations must be an int, 2 to 16 bits"),

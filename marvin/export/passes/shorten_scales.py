@@ -37,7 +37,7 @@ def shorten_scales(network: Network) -> Network:
                 fl = values[before.inputs[0]].fl if isinstance(before, Weighted) else 0
                 spare = spare_of(before, x, fl)
                 new = _shortened(op, x, spare, rounds)
-                if has_tables and _reaches_more(op, new, x, rounds):
+                if has_tables and new is not op and _reaches_more(op, new, x, rounds):
                     new = op
         operations.append(new)
         is_first = new.inputs in ((), (network.input.name,))  # what comes in has no value
