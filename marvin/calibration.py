@@ -2,11 +2,9 @@
 
 import contextlib
 import copy
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +14,11 @@ from torch.overrides import TorchFunctionMode
 from fixedpoint_kernels import FixedPoint
 from fixedpoint_kernels._torch_private.compiling import left_uncompiled
 from fixedpoint_kernels._torch_private.tensors import storage_key, tree_leaves
-from fixedpoint_kernels.formats import LONGEST_FL
 from fixedpoint_kernels.undo import all_or_nothing
 from marvin.attention import spell_attention
-from marvin.channels import ChannelFormat
 from marvin.compiled import check_uncompiled
 from marvin.conversion import argument_names, prepared
+from marvin.estimators import Estimator, best_format, check_estimator, weight_format
 from marvin.freezing import thaw
 from marvin.hooks import rounders_of, see_what_is_rounded
 from marvin.layers import carried_parameters, computed_weights, is_layer
@@ -38,22 +35,10 @@ from marvin.rounder import FLOATS
 from marvin.rounding import Format, round_one
 from marvin.warned import listed, warn_user
 
-__all__ = [
-    "Batches",
-    "Estimator",
-    "best_format",
-    "calibrate",
-    "check_estimator",
-    "fitting",
-    "layer_formats",
-    "weight_format",
-]
+__all__ = ["Batches", "calibrate", "layer_formats"]
 
-Estimator = Literal["noise", "max", "percentile"]
-_ONE_IN = 10_000  # values that may saturate, of the percentile
 _KEPT = 2**15  # values of a batch that are looked at, spread evenly; all extremes are
 _MOST_KEPT = 2**19  # of all batches
-_FINER = 8  # bits by which a format may be finer than the one in which nothing saturates
 _LEAST = 2.0**-32  # what is below is 0 in every format
 _SHORT = 8  # bits of words whose exact sums, times batch norm's scale, every target has
 
@@ -146,16 +131,6 @@ def calibrate(
     return found
 
 
-def check_estimator(estimator: object) -> None:
-    """Refuse what is no estimator.
-
-    Raises:
-        ValueError: It is none; says which there are.
-    """
-    if estimator not in get_args(Estimator):
-        raise ValueError(f"estimator must be one of {get_args(Estimator)}, got {estimator!r}")
-
-
 def _copy(model: nn.Module) -> nn.Module:
     """Return a copy of a model; weights that hooks have computed are refused by name: torch copies none of them."""
     try:
@@ -184,7 +159,7 @@ def layer_formats(
             called with several tensors, or each call computes a layer's weight.
     """
     _check_weights(model)
-    layers = layers_of(model)
+    layers = _layers_of(model)
     seen = _observed(model, batches, layers, layers if bits > _SHORT else ())
     return {
         module: ModuleFormats(
@@ -212,7 +187,7 @@ def _input_of(batch: object) -> Tensor:
     )
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
+def _layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the layers with a weight."""
     return [
         module
@@ -254,7 +229,7 @@ class _Multiplied(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        layers = set(layers_of(model))
+        layers = set(_layers_of(model))
         own = [(n, m) for n, m in model.named_modules() if m not in layers and any(m.children())]
         found = [pair for n, m in own for pair in m.named_parameters(n, recurse=False)]
         self._names = {storage_key(p): n for n, p in found if is_layer(p)}
@@ -283,7 +258,7 @@ def _warn_of_floats(model: nn.Module, rounded: Collection[nn.Module], own: Seque
         rounded: Layers whose weights are rounded.
         own: Names of matrices of other modules that are multiplied.
     """
-    layers = set(layers_of(model))
+    layers = set(_layers_of(model))
     unmet = [n for n, m in model.named_modules() if m in layers and m not in rounded]
     what, rest = "calibration leaves in floats", "their weights and what they take are not rounded"
     if unmet:
@@ -308,7 +283,7 @@ def _fix(
     """
     with _Multiplied(model) as multiplied:
         found = layer_formats(model, batches, lengths[0], how[0])
-    rounded = [m for m in layers_of(model) if m in found or isinstance(m, _OF_INDICES)]
+    rounded = [m for m in _layers_of(model) if m in found or isinstance(m, _OF_INDICES)]
     for module in rounded:
         formats = found.get(module, ModuleFormats())
         weights = _round_weights(module, lengths[1], how)
@@ -413,44 +388,6 @@ class _Values:
         return self.format(bits or fmt.wl, estimator)
 
 
-def best_format(x: Tensor, wl: int, estimator: Estimator, *, signed: bool = True) -> FixedPoint:
-    """Return the format of ``wl`` bits that an estimator chooses for values, float32, 1-d.
-
-    Raises:
-        ValueError: No format of ``wl`` bits holds the values.
-    """
-    held = x  # what may not saturate
-    if estimator == "percentile":
-        size = x.abs()
-        held = x[size <= size.sort().values[-1 - len(x) // _ONE_IN]]
-    widest = fitting(float(held.min()), float(held.max()), wl, signed)
-    if estimator != "noise":
-        return widest
-    finer = range(widest.fl, min(widest.fl + _FINER, LONGEST_FL) + 1)
-    formats = [FixedPoint(wl, fl, signed=signed) for fl in finer]
-    noises = [
-        float((round_one(x, f, rounding="nearest") - x).double().square().sum()) for f in formats
-    ]
-    return formats[noises.index(min(noises))]
-
-
-def fitting(low: float, high: float, wl: int, signed: bool) -> FixedPoint:
-    """Return the finest format of ``wl`` bits that holds both values without saturating.
-
-    Raises:
-        ValueError: None does, or they are not finite.
-    """
-    if not math.isfinite(low) or not math.isfinite(high):
-        raise ValueError(f"values to be rounded must be finite, got {low} to {high}")
-    for fl in range(LONGEST_FL, -LONGEST_FL - 1, -1):
-        fmt = FixedPoint(wl, fl, signed=signed)
-        if fmt.min_code <= round(low * fmt.scale) and round(high * fmt.scale) <= fmt.max_code:
-            return fmt
-    raise ValueError(
-        f"a format of {wl} bits must hold {low:.6g} to {high:.6g}, none does: scale the values, or take more bits"
-    )
-
-
 @contextlib.contextmanager
 def _named(what: str) -> Iterator[None]:
     """Say of what a format was looked for, if there is none."""
@@ -473,26 +410,6 @@ def _round_weights(
             p.copy_(round_one(p.detach(), fmt, rounding="nearest"))
         formats.append(fmt)
     return tuple(formats)
-
-
-def weight_format(
-    x: Tensor, wl: int, estimator: Estimator = "noise", per_channel: bool = False
-) -> Format:
-    """Return the format that an estimator chooses for a weight, float32, shape ``(channels, ...)``.
-
-    Raises:
-        ValueError: The weight is not finite, or no format of ``wl`` bits holds it.
-    """
-    if not torch.isfinite(x).all():
-        raise ValueError("weights must be finite to be calibrated")
-    if not per_channel:
-        return best_format(x.reshape(-1), wl, estimator)
-    rows = x.reshape(len(x), -1)
-    fls = [best_format(row, wl, estimator).fl if row.any() else None for row in rows]
-    least = min((fl for fl in fls if fl is not None), default=0)
-    return ChannelFormat(
-        FixedPoint(wl, least), tuple(0 if fl is None else fl - least for fl in fls)
-    )
 
 
 def _some(flat: Tensor, count: int) -> Tensor:

@@ -683,12 +683,12 @@ class Quantized(ShowsFormats, AskedByScaler):
             for layer in update.layers
             if (own := trained[layer.index]).state["layer"].fmt is not layer.record.fmt
         }
-        for own in self._rounding(moved).own:
-            if states.KEPT in own:
-                del own[states.KEPT]
-                self._plans.rounding.clear()
-        if changed:
+        kept = [own for own in self._rounding(moved).own if states.KEPT in own]
+        for own in kept:
+            del own[states.KEPT]
+        if kept or changed:
             self._plans.rounding.clear()
+        if changed:
             self._keep_formats(changed)
         for layer in update.layers:
             own = trained[layer.index].state

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from marvin import calibration
-from marvin.calibration import Estimator, check_estimator
+from marvin.estimators import Estimator, check_estimator
 from marvin.export.errors import check_length, check_tensor, fixed_point
 from marvin.export.frontend.calibrate import calibrate
 from marvin.export.frontend.trace import describe

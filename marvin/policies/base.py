@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from fixedpoint_kernels import BlockFloat, FixedPoint, Minifloat
 from fixedpoint_kernels.compact import Sum
-from marvin.channels import ChannelFormat
 from marvin.policies.records import (
     ActivationFormats,
     Layer,
@@ -26,6 +25,7 @@ from marvin.policies.records import (
     Update,
     check_plain,
     comes_back,
+    fractional_length,
     is_frozen,
     restored,
     word_length,
@@ -518,18 +518,13 @@ def _switch(
         step=step,
         layer=name,
         wl=word_length(fmt),
-        fl=_fractional_length(fmt),
+        fl=fractional_length(fmt),
         wl_before=word_length(before),
-        fl_before=_fractional_length(before),
+        fl_before=fractional_length(before),
         input_wl=word_length(inputs) if is_own else 0,
-        input_fl=_fractional_length(inputs) if is_own else 0,
+        input_fl=fractional_length(inputs) if is_own else 0,
         input_signed=getattr(inputs, "signed", True),
     )
-
-
-def _fractional_length(fmt: Format | None) -> int:
-    """Return the fractional bits of a number of ``fmt``; 0 where each tensor has its own, or it is float32."""
-    return fmt.fl if isinstance(fmt, FixedPoint | ChannelFormat) else 0
 
 
 def fields_of(policy: Policy) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from marvin.policies.records import (
     Rules,
     Step,
     Update,
+    fractional_length,
     word_length,
 )
 from marvin.policies.trace import Switch
@@ -373,12 +374,12 @@ def _row(layer: Layer, after: LayerBudget, step: int) -> Switch:
         step=step,
         layer=layer.name,
         wl=word_length(fmt),
-        fl=0 if fmt is None else fmt.fl,
+        fl=fractional_length(fmt),
         wl_before=word_length(before),
-        fl_before=0 if before is None else before.fl,
+        fl_before=fractional_length(before),
         window=record.count,
         input_wl=word_length(inputs),
-        input_fl=inputs.fl if isinstance(inputs, FixedPoint) else 0,
+        input_fl=fractional_length(inputs),
         input_signed=inputs.signed if isinstance(inputs, FixedPoint) else True,
     )
 

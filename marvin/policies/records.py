@@ -30,6 +30,7 @@ __all__ = [
     "Update",
     "check_plain",
     "comes_back",
+    "fractional_length",
     "is_frozen",
     "plain_value",
     "restored",
@@ -222,6 +223,11 @@ class Update:
 def word_length(fmt: Format | None) -> int:
     """Return the bits of a number of ``fmt``; 32 for float32."""
     return 32 if fmt is None else fmt.wl
+
+
+def fractional_length(fmt: Format | None) -> int:
+    """Return the fractional bits of a number of ``fmt``; 0 where each tensor has its own, or it is float32."""
+    return fmt.fl if isinstance(fmt, FixedPoint | ChannelFormat) else 0
 
 
 _NUMBERS = type(None), bool, int, float, str

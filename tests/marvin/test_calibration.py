@@ -13,8 +13,9 @@ from torch.nn.utils import parametrizations, prune
 
 import marvin
 from fixedpoint_kernels import FixedPoint, quantize
-from marvin.calibration import _Values, best_format
+from marvin.calibration import _Values
 from marvin.channels import ChannelFormat
+from marvin.estimators import best_format
 from marvin.export import describe, integer
 from marvin.hooks import detach, rounders_of
 from marvin.rounder import formats_of

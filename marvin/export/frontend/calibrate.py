@@ -2,7 +2,8 @@
 
 from torch import nn
 
-from marvin.calibration import Batches, Estimator, layer_formats
+from marvin.calibration import Batches, layer_formats
+from marvin.estimators import Estimator
 from marvin.export.errors import ExportError
 from marvin.export.execute.verify import evaluating
 from marvin.export.graph.formats import Formats, plain

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint, decode, encode
 from fixedpoint_kernels.formats import LONGEST_FL
-from marvin import calibration
-from marvin.calibration import Estimator
+from marvin import estimators
 from marvin.compact import master_of
+from marvin.estimators import Estimator
 from marvin.export.errors import ExportError, check_length, fixed_point
 from marvin.layers import carried_parameters
 from marvin.quantized import Quantized
@@ -131,7 +131,7 @@ def fitting(bounds: tuple[float, float], wl: int, signed: bool = True) -> FixedP
         ExportError: No format does.
     """
     try:
-        return calibration.fitting(*bounds, wl, signed)
+        return estimators.fitting(*bounds, wl, signed)
     except ValueError as error:
         raise ExportError(str(error)) from error
 
@@ -269,9 +269,9 @@ def formats_of_weights(
     """
     check_model(model, "formats_of_weights(model)")
     check_length("wl", wl)
-    calibration.check_estimator(estimator)
+    estimators.check_estimator(estimator)
     return {
-        name: calibration.weight_format(p.detach().float(), wl, estimator)
+        name: estimators.weight_format(p.detach().float(), wl, estimator)
         for name, p in model.named_parameters()
         if p.ndim >= 2 and p.numel()
     }
