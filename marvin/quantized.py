@@ -293,16 +293,7 @@ class Quantized(ShowsFormats, AskedByScaler):
     @in_turn
     def _do_step(self, loss: float | Tensor | None, processes: Processes) -> float | Tensor | None:
         """Do one update where gradients and loss are there; see ``step``."""
-        self._name_modules(processes)
-        looks = self._counts.step == 1 or self._counts.step % _LOOK == _LOOK - 1
-        if looks:
-            self._name_unseen()
-        broken = self._adopt_changed() + (self._broken_masters() if looks else [])
-        # before warnings, which some may take for errors: the others would wait
-        self._check_alike(processes, has_loss=loss is not None)
-        self._name_adopted()
-        self._name_taken()
-        self._begin(p for p in self._layout.names if p.grad is not None)
+        broken = self._take_in(processes, has_loss=loss is not None)
 
         # what the gradients tell; nothing is changed yet
         batches = self._gather()
@@ -329,11 +320,35 @@ class Quantized(ShowsFormats, AskedByScaler):
         update = self.policy.update(self.shared, layers, now)
         update = self._completed(update, layers, number)
 
-        # masters move, weights follow; nothing is refused any more
-        self._counts.step = number
+        self._commit(batches, update, now)
+        is_dead = number == 1 and not any(map(any, norms))
+        if is_dead or number % _LOOK == 0:
+            self._carriers.name_clamped(self.param_groups[0], is_dead=is_dead)
+        follows = self.policy.rules.observes_inputs  # the ranges: after its first steps, too
+        if number % _LOOK == 0 or (number == 1 and not follows):
+            self._name_runaways()
+        return loss
+
+    def _take_in(self, processes: Processes, *, has_loss: bool) -> list[str]:
+        """Take in what others changed since the last step; return what is said of weights that are not finite."""
+        self._name_modules(processes)
+        looks = self._counts.step == 1 or self._counts.step % _LOOK == _LOOK - 1
+        if looks:
+            self._name_unseen()
+        broken = self._adopt_changed() + (self._broken_masters() if looks else [])
+        # before warnings, which some may take for errors: the others would wait
+        self._check_alike(processes, has_loss=has_loss)
+        self._name_adopted()
+        self._name_taken()
+        self._begin(p for p in self._layout.names if p.grad is not None)
+        return broken
+
+    def _commit(self, batches: Sequence[Gradients], update: Update, now: Step) -> None:
+        """Move masters, and let weights follow: nothing is refused any more."""
+        self._counts.step = now.number
         try:
             self._move(batches, update)
-            if self._settle(update, now) or number % _LOOK == 0:
+            if self._settle(update, now) or now.number % _LOOK == 0:
                 self._carriers.publish(self)
             self._observe_next()
         except BaseException:  # else the next step would take half-written weights for the user's
@@ -342,13 +357,6 @@ class Quantized(ShowsFormats, AskedByScaler):
             self._observe_next()
             self._carriers.publish(self)
             raise
-        is_dead = number == 1 and not any(map(any, norms))
-        if is_dead or number % _LOOK == 0:
-            self._carriers.name_clamped(self.param_groups[0], is_dead=is_dead)
-        follows = self.policy.rules.observes_inputs  # the ranges: after its first steps, too
-        if number % _LOOK == 0 or (number == 1 and not follows):
-            self._name_runaways()
-        return loss
 
     @left_uncompiled
     @torch.no_grad()
