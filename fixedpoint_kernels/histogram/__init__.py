@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Literal, get_args
 
 import numpy as np
@@ -101,8 +102,10 @@ def bins_between(low: float, high: float, resolution: int) -> Bins:
     Raises:
         ValueError: There is no such range; ``resolution`` is not 1 to 2**20 - 1.
     """
-    if not 1 <= resolution <= _MOST_BINS:
-        raise ValueError(f"a histogram needs 1 to {_MOST_BINS} bins, got resolution={resolution}")
+    if not isinstance(resolution, Integral) or not 1 <= resolution <= _MOST_BINS:
+        raise ValueError(
+            f"a histogram needs a whole number of bins, 1 to {_MOST_BINS}, got resolution={resolution!r}"
+        )
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(
             f"a histogram needs two different finite values, got a range {low} to {high}"

@@ -277,7 +277,8 @@ def check_policy(policy: object) -> None:
     """Refuse what is no policy.
 
     Raises:
-        TypeError: It is a class, an optimizer, or something else, or its ``rules`` are no ``Rules``.
+        TypeError: It is a class, an optimizer, or something else, its ``rules`` are no ``Rules``, or its
+            ``settings()`` no dictionary.
     """
     if isinstance(policy, type):
         name = policy.__name__
@@ -290,6 +291,11 @@ def check_policy(policy: object) -> None:
     if not isinstance(policy, Policy):
         raise TypeError(
             f"policy must be one such as marvin.LossBudgetPolicy(), got {type(policy).__name__}"
+        )
+    if not isinstance(found := policy.settings(), dict):
+        raise TypeError(
+            f"settings() of {type(policy).__name__} must return a dictionary of hyper-parameters, got {found!r:.60}: "
+            "write return {...}, or leave settings() out"
         )
     if not isinstance(policy.rules, Rules):
         raise TypeError(
@@ -468,9 +474,9 @@ def completed(
         step: Of the optimizer, from 1.
 
     Raises:
-        TypeError: It is no update, or a new record has no format that weights may have, or what no state
+        TypeError: It is no update, has switches that are none, or a new record has no format that weights may have, or what no state
             gives back.
-        ValueError: Its layers are not those that it was given.
+        ValueError: Its layers are not those that it was given, or a switch is of another layer.
     """
     if not isinstance(update, Update) or not isinstance(update.layers, Sequence):
         raise TypeError(
@@ -488,6 +494,7 @@ def completed(
             f"{type(policy).__name__} must return the {len(given)} layers that it was given, in their "
             f"order, got {len(made)}: write Update(shared, [layer.but(record=...) for layer in layers])"
         )
+    _check_switches(policy, update.switches, before)
     if step == 1 or type(update.shared) is not type(shared):
         check_shared(policy, update.shared)
     records = {layer.index: layer.record for layer in before}
@@ -508,6 +515,22 @@ def completed(
             check_activation_formats(policy, new)
             rows.append(_switch(layer.name, step, old.fmt, new.fmt, now))
     return dataclasses.replace(update, switches=[*update.switches, *rows]) if rows else update
+
+
+def _check_switches(policy: Policy, switches: object, layers: Sequence[Layer]) -> None:
+    if isinstance(switches, Sequence) and not switches:
+        return
+    if not isinstance(switches, Sequence) or not all(isinstance(x, Switch) for x in switches):
+        raise TypeError(
+            f"switches of {type(policy).__name__}'s Update must be a list of Switch, got {switches!r:.60}: leave "
+            "them out, and the optimizer writes them"
+        )
+    names = {layer.name for layer in layers}
+    if unknown := [row.layer for row in switches if row.layer not in names]:
+        raise ValueError(
+            f"switches of {type(policy).__name__}'s Update must be of layers that train, got {unknown[0]!r}: "
+            "write layer.name"
+        )
 
 
 def _switch(

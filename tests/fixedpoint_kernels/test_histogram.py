@@ -128,9 +128,9 @@ def test_no_count_leaves_the_row(device):
     torch.testing.assert_close(tuple(actual), (own, table), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("resolution", [0, -1, 2**20])
+@pytest.mark.parametrize("resolution", [0, -1, 2**20, 2.5, "50"])
 def test_too_many_bins_are_refused(resolution):
-    with pytest.raises(ValueError, match="needs 1 to 1048575 bins"):
+    with pytest.raises(ValueError, match="needs a whole number of bins, 1 to 1048575"):
         histogram_candidates(torch.tensor([0.0, 1.0]), [], resolution)
 
 

@@ -23,6 +23,7 @@ from marvin import (
     StaticPolicy,
 )
 from marvin.policies.records import ActivationFormats, Layer, LayerFormat, Measured, Rules, Update
+from marvin.policies.trace import Switch
 from marvin.rounder import formats_of
 from marvin.shards import Shard
 
@@ -669,6 +670,21 @@ def _without_formats(_, shared, layers, step):
             r"an Update with layers, got Note\(.*: write Update\(shared, \[layer\.but",
         ),
         (
+            "update",
+            lambda _, shared, layers, step: Update(shared, layers, None),
+            r"switches of Wrong's Update must be a list of Switch, got None: leave them out",
+        ),
+        (
+            "update",
+            lambda _, shared, layers, step: Update(shared, layers, [layers[0].name]),
+            r"must be a list of Switch, got \['0\.weight'\]: leave them out",
+        ),
+        (
+            "settings",
+            lambda _: None,
+            r"settings\(\) of Wrong must return a dictionary .*, got None",
+        ),
+        (
             "activation_formats",
             lambda _, record: (record.fmt, record.fmt),
             r"activation_formats must return ActivationFormats, got \(FixedPoint.*: write Act",
@@ -697,6 +713,9 @@ def _without_formats(_, shared, layers, step):
         "list",
         "nothing",
         "records",
+        "no switches",
+        "names for switches",
+        "no settings",
         "a tuple of formats",
         "inputs in minifloat",
         "a format, later",
@@ -740,6 +759,11 @@ def test_what_a_policy_must_not_give_is_refused(function, result, message):
             lambda _, shared, layers, step: Update(shared, layers[::-1]),
             "must return the 2 layers .* in their order, got 2: write Update",
         ),
+        (
+            "update",
+            lambda _, shared, layers, step: Update(shared, layers, [Switch(1, "head", 8, 4, 8, 4)]),
+            "must be of layers that train, got 'head': write layer.name",
+        ),
     ],
     ids=[
         "nothing",
@@ -749,6 +773,7 @@ def test_what_a_policy_must_not_give_is_refused(function, result, message):
         "tensors",
         "a layer",
         "their order",
+        "another layer's switch",
     ],
 )
 def test_what_a_policy_leaves_out_is_named(function, result, message):
